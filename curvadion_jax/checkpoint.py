@@ -29,6 +29,8 @@ from curvadion_jax.matrices._dion import DionState
 from curvadion_jax.matrices._two_optimizers import TwoOptimizersState
 from curvadion_jax.replicas import _resize
 
+__all__ = ["Directory", "latest_step", "read_extra", "restore", "save"]
+
 _FORMAT = 6
 
 Directory = str | os.PathLike[str]
@@ -212,13 +214,46 @@ def _resized(x: jax.Array, wanted: Any, kind: str) -> jax.Array:
 def latest_step(directory: Directory) -> int | None:
     """The highest step that has a complete checkpoint; None if there is none.
 
-    One process may call it alone. The directory need not exist.
+    One process may call it alone.
+
+    Args:
+      directory: the folder given to `save`, which need not exist.
+
+    Returns:
+      The step, or None.
+
+    Example:
+      >>> from curvadion_jax import checkpoint
+      >>> checkpoint.latest_step("never/written") is None
+      True
     """
     return max(_steps(_path(directory)), default=None)
 
 
 def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
-    """The ``extra`` that was given to `save`; steps and errors as for `restore`."""
+    """Reads the ``extra`` that was given to `save`.
+
+    Args:
+      directory: the folder given to `save`.
+      step: the step to read. None means the latest.
+
+    Returns:
+      The dictionary, as JSON has it: tuples are lists. {} if none was given.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint, or none of this step.
+      ValueError: if the files are damaged.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> from curvadion_jax import checkpoint
+      >>> folder = tempfile.mkdtemp()
+      >>> extra = {"batch": 4096, "seed": 0}
+      >>> checkpoint.save(folder, 100, {"w": jnp.zeros(2)}, extra=extra)
+      >>> checkpoint.read_extra(folder)["batch"]
+      4096
+    """
     return _read_notes(_path(directory), step)["extra"]
 
 

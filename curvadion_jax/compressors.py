@@ -189,7 +189,16 @@ def residual_of(
 
 
 def exact() -> Compressor:
-    """Sends everything, in at least float32."""
+    """Sends everything, in at least float32.
+
+    Returns:
+      The compressor. A mean costs an all-reduce of all arrays and leaves nothing
+      unsent, so error feedback has nothing to add.
+
+    Example:
+      >>> exact().payload({"w": jnp.ones((64, 64))})  # 4 bytes per element
+      Payload(averaged=16384, gathered=0)
+    """
 
     def average(tree, group):
         tree = jax.tree.map(at_least_float32, tree)

@@ -192,8 +192,24 @@ def observe(opt_state: Any) -> Counters:
       opt_state: state that holds one optimizer that synchronises, such as
         `local_muon`, in a chain or wrapped. Of nnx, ``optimizer.opt_state``.
 
+    Returns:
+      The :class:`Counters`. They are arrays, so this works under `jax.jit`;
+      :func:`read` makes Python numbers of them.
+
     Raises:
       ValueError: if it holds none, or several.
+
+    Example:
+      >>> import curvadion_jax as cd, jax.numpy as jnp
+      >>> params = {"kernel": jnp.ones((2, 2))}
+      >>> tx = cd.local_muon(0.01)
+      >>> @jax.jit
+      ... def step(state):
+      ...     updates, state = tx.update(params, state, params)
+      ...     return updates, state, observe(state)
+      >>> updates, state, counters = step(tx.init(params))
+      >>> read(counters)["steps"]
+      1
     """
     found = _trees.nodes_of(Counters, opt_state)
     if len(found) != 1:

@@ -59,6 +59,11 @@ def synchronous_adamw(
     Returns:
       An optimizer of rows. All replicas stay equal.
 
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range; at `init` and `update` as for
+        :func:`curvadion_jax.adaptive_sync`.
+
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
@@ -119,6 +124,11 @@ def synchronous_muon(
       An optimizer of rows. All replicas stay equal, and take the steps of
       `optax.contrib.muon` with the mean gradient.
 
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range; at `init` and `update` as for
+        :func:`curvadion_jax.adaptive_sync`.
+
     Example:
       >>> import jax
       >>> import jax.numpy as jnp
@@ -174,6 +184,10 @@ def synchronous_dion(
     Returns:
       An optimizer of rows. Momenta differ between replicas, parameters do not.
 
+    Raises:
+      TypeError, ValueError: as for :func:`curvadion_jax.dion`; at `init` and `update`
+        as for :func:`curvadion_jax.adaptive_sync`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from curvadion_jax import replicas
@@ -219,7 +233,8 @@ def local_sgd(
       synchronous training.
 
     Raises:
-      ValueError: if `k` is below 1.
+      TypeError: if `k` is no int, or another argument no number.
+      ValueError: if `k` is below 1, or another argument out of range.
 
     Example:
       >>> import jax
@@ -286,7 +301,8 @@ def diloco(
       An optimizer of rows.
 
     Raises:
-      ValueError: if `k` is below 1.
+      TypeError: if `k` is no int, or another argument no number.
+      ValueError: if `k` is below 1, or another argument out of range.
 
     Example:
       >>> import jax
@@ -359,7 +375,8 @@ def muloco(
       authors' configurations have 0.9.
 
     Raises:
-      ValueError: if `k` is below 1.
+      TypeError: if `k` is no int, or another argument no number.
+      ValueError: if `k` is below 1, or another argument out of range.
 
     Example:
       >>> import jax

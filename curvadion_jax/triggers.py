@@ -21,6 +21,23 @@ from curvadion_jax import _arguments, _dtypes
 from curvadion_jax.matrices import _momentum, _two_optimizers
 from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 
+__all__ = [
+    "BudgetState",
+    "Clock",
+    "Measured",
+    "Seen",
+    "Trigger",
+    "always",
+    "at_intervals",
+    "at_least_every",
+    "budget",
+    "evenly",
+    "every_k",
+    "never",
+    "relative_momentum_change",
+    "requests",
+]
+
 # The share of bytes of `local_muon` and `curvadion` unless told otherwise.
 DEFAULT_BUDGET = 0.01
 # Where a budget's threshold of RMMC begins: the authors'.
@@ -94,7 +111,14 @@ class Measured(NamedTuple):
 
 
 def requests(value: jax.Array, threshold: Any) -> jax.Array:
-    """Whether a measured value requests a sync, bool[]: above the threshold, or NaN.
+    """Whether a measured value requests a sync: above the threshold, or NaN.
+
+    Args:
+      value: what a trigger measured, float32, of any shape.
+      threshold: what it is compared with, a number or an array.
+
+    Returns:
+      bool, of the shape of `value`.
 
     Example:
       >>> requests(jnp.array([0.1, 0.3, jnp.nan]), 0.2).tolist()
@@ -141,12 +165,28 @@ class Trigger(NamedTuple):
 
 
 def always() -> Trigger:
-    """Synchronises after every step."""
+    """Synchronises after every step.
+
+    Returns:
+      The trigger. It measures nothing, so replicas send no votes.
+
+    Example:
+      >>> [always().due(Clock(step)) for step in range(3)]
+      [True, True, True]
+    """
     return Trigger()
 
 
 def never() -> Trigger:
-    """Synchronises after no step."""
+    """Synchronises after no step.
+
+    Returns:
+      The trigger. Replicas train apart: for tests, and as a bound on what syncs gain.
+
+    Example:
+      >>> [never().due(Clock(step)) for step in range(3)]
+      [False, False, False]
+    """
     return Trigger(due=lambda clock: False)
 
 
@@ -155,6 +195,9 @@ def every_k(k: int) -> Trigger:
 
     Args:
       k: period in steps, at least 1.
+
+    Returns:
+      The trigger. It goes by the step number, so replicas send no votes.
 
     Raises:
       TypeError: if `k` is not a Python int.
@@ -190,6 +233,9 @@ def evenly(rate: float) -> Trigger:
       rate: share, in (0, 1], of the bytes of synchronous training, an all-reduce of
         all gradients in float32 on every step. A Python number, so static under
         `optax.inject_hyperparams`.
+
+    Returns:
+      The trigger. It goes by the step number, so replicas send no votes.
 
     Raises:
       TypeError: if `rate` is traced.
@@ -342,6 +388,9 @@ def at_least_every(trigger: Trigger, k: int) -> Trigger:
       trigger: one that measures something.
       k: largest number of steps from one sync to the next, at least 1.
 
+    Returns:
+      The trigger, with the state and the measurements of the given one.
+
     Raises:
       TypeError: if `k` is not a Python int.
       ValueError: if `k` is below 1, or `trigger` goes by the step number.
@@ -371,6 +420,9 @@ def at_intervals(trigger: Trigger, k: int) -> Trigger:
     Args:
       trigger: one that measures something.
       k: number of steps from one vote to the next, at least 1.
+
+    Returns:
+      The trigger. Each replica also remembers its largest value since the last sync.
 
     Raises:
       TypeError: if `k` is not a Python int.

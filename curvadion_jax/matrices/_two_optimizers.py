@@ -120,7 +120,14 @@ def describe_partition(
 
     Args:
       params: any tree of arrays or abstract values.
-      dimension_numbers: as for :func:`dion`.
+      dimension_numbers: as for :func:`local_muon`.
+
+    Returns:
+      The table, one line per parameter.
+
+    Raises:
+      TypeError: if `dimension_numbers` holds something else than dimension numbers.
+      ValueError: if they do not fit the parameters, or two of these have one path.
 
     Example:
       >>> ones = jax.numpy.ones

@@ -41,6 +41,20 @@ def average_factors(
       which must pass on the extra argument `reduce_fn`. Its state is Q of every state
       of Dion after the last sync: every replica starts the next power iteration there.
 
+    Raises:
+      ValueError: at `init`, if the inner optimizer is not made of Dion; at `update`, if
+        Dion was given other dimension numbers, or a transformation around it passes no
+        extra arguments on.
+
+    Example:
+      >>> import curvadion_jax as cd
+      >>> tx = cd.adaptive_sync(
+      ...     cd.dion(0.01, rank=2), cd.triggers.every_k(4), average_factors()
+      ... )
+      >>> state = tx.init({"kernel": jnp.ones((8, 4))})
+      >>> state.common.sync_state[0]["kernel"].shape  # Q of all replicas
+      (4, 2)
+
     References:
       Ahn et al., `Dion <https://arxiv.org/abs/2504.05295>`_, section on compressed
       data-parallel synchronisation
