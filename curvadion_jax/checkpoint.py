@@ -238,7 +238,7 @@ def read_extra(directory: Directory, step: int | None = None) -> dict[str, Any]:
       step: the step to read. None means the latest.
 
     Returns:
-      The dictionary, as JSON has it: tuples are lists. {} if none was given.
+      The dictionary as JSON has it, with lists for tuples; {} if none was given.
 
     Raises:
       FileNotFoundError: if there is no checkpoint, or none of this step.

@@ -181,7 +181,7 @@ def never() -> Trigger:
     """Synchronises after no step.
 
     Returns:
-      The trigger. Replicas train apart: for tests, and as a bound on what syncs gain.
+      The trigger, with which replicas train apart. It is for tests and comparisons.
 
     Example:
       >>> [never().due(Clock(step)) for step in range(3)]

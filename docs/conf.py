@@ -23,20 +23,24 @@ release = version = curvadion_jax.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "myst_parser",
 ]
 exclude_patterns = ["_build"]
+autosummary_generate = False  # each function is on a page that we wrote
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["breaks.js"]
 html_favicon = "_static/favicon.svg"
 html_theme_options: dict[str, Any] = {
     "light_css_variables": {
-        "color-brand-primary": "#1f77b4",
-        "color-brand-content": "#1f77b4",
+        # Contrast of at least 5 with the background of code, too.
+        "color-brand-primary": "#1a6699",
+        "color-brand-content": "#1a6699",
     },
     "dark_css_variables": {
         "color-brand-primary": "#6db3e8",
@@ -140,6 +144,26 @@ def _resolve(
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+# Pages below another one in the side bar, which has at most 20 entries otherwise.
+# Written here, since Markdown that is read elsewhere would show a list of contents.
+CHILDREN = {
+    "tutorial": ("one-device",),
+    "own-loop": ("loop-exceptions", "matrices"),
+    "sharding": ("multi-host",),
+    "sites": ("from-pytorch", "operate-sites", "levanter"),
+    "concepts": ("glossary",),
+    "papers": ("rmmc",),
+    "results": (
+        "repository/benchmarks/README",
+        "repository/benchmarks/study/README",
+        "repository/benchmarks/communication/GAP",
+        "repository/benchmarks/peers/README",
+        "repository/benchmarks/wan/README",
+        "repository/benchmarks/wan/results",
+        "repository/examples/char_lm/README",
+        "repository/examples/ports/README",
+    ),
+}
 # Pages of the repository that the site shows, in docs/repository.
 MIRRORED = ("benchmarks/**/*.md", "examples/**/*.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
@@ -195,7 +219,7 @@ def _of_repository(text: str, file: Path) -> str:
 
 
 def _files(app: Sphinx, name: str, source: list[str]) -> None:
-    """Leads links out of docs/ to the copies of these pages, or to the repository.
+    """Adds the pages below, and leads links out of docs/ to copies or the repository.
 
     In the source they are relative, so that they work where the Markdown is read.
     """
@@ -210,6 +234,9 @@ def _files(app: Sphinx, name: str, source: list[str]) -> None:
             return f"[{text}](repository/{file.relative_to(ROOT)}{anchor or ''})"
         return _of_repository(text, file)
 
+    if pages_below := CHILDREN.get(name):
+        entries = "\n".join(pages_below)
+        source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
     source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]*)(#[^)]*)?\)", link, source[0])
 
 

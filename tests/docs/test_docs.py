@@ -47,6 +47,18 @@ def test_the_reference_names_what_is_there():
                 operator.attrgetter(name.removeprefix("curvadion_jax."))(where)
 
 
+def test_the_first_page_of_the_reference_lists_every_function():
+    listed = re.findall(r"^   ([\w.]+)$", (DOCS / "api/index.rst").read_text(), re.M)
+    modules = {name: x for name, x in vars(cd).items() if inspect.ismodule(x)}
+    functions = {
+        f"{name}.{each}".removeprefix(".")
+        for name in ("", *(modules.keys() & set(cd.__all__)))
+        for each in (modules[name] if name else cd).__all__
+        if inspect.isfunction(getattr(modules[name] if name else cd, each))
+    }
+    assert functions - set(listed) == {"triggers.requests"}  # for triggers of your own
+
+
 @pytest.mark.slow
 def test_every_public_name_has_an_anchor_in_the_site(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
