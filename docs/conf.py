@@ -156,10 +156,10 @@ CHILDREN = {
     "results": (
         "repository/benchmarks/README",
         "repository/benchmarks/study/README",
-        "repository/benchmarks/communication/GAP",
+        "repository/benchmarks/study/gap",
         "repository/benchmarks/peers/README",
-        "repository/benchmarks/wan/README",
-        "repository/benchmarks/wan/results",
+        "repository/benchmarks/links/wan/README",
+        "repository/benchmarks/links/wan/results/older",
         "repository/examples/char_lm/README",
         "repository/examples/ports/README",
     ),

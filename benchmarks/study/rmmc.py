@@ -34,22 +34,19 @@ import corpus
 import data
 import jax
 import jax.numpy as jnp
-import matplotlib
 import measuring
 import model
 import numpy as np
 import optax
 import scipy.stats
+import themed
 from rows import CURVADION, METHODS
 from simulate import Batches, Size, gradients_of, parameters, transformer
 
 import curvadion_jax as cd
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
 FILE = Path(__file__).with_name("results") / "rmmc.json"
-PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "rmmc.png"
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "rmmc.svg"
 RATE, WIDTH_OF_HEAD, THRESHOLD, FLOOR = 0.02, 128, 0.1, 0.1
 BETAS = (0.9, 0.95, 0.99)
 START, WHOLE = 100, 260
@@ -245,37 +242,44 @@ def seen_after_the_first_step(found: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def draw(found: dict[str, Any]) -> None:
-    """The picture of both parts."""
-    figure, (left, *others) = pyplot.subplots(
-        1, 3, figsize=(13, 4), layout="constrained"
-    )
-    for color, (name, log) in enumerate(found["start"].items()):
+    """The authors' rule at the start of runs, then one whole run by quantity."""
+    figure, every = themed.subplots(980, 5)
+    begin, change, rate, noise, along = every[:, 0]
+    for axes in every[:, 0]:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda x, _: f"{x:g}" if x < 1 else f"{x:,.0f}")
+        axes.yaxis.set_minor_formatter(lambda *_: "")
+        axes.grid()
+    colors = (themed.BLUE, themed.ORANGE, themed.GREEN)
+    for color, (name, log) in zip(colors, found["start"].items(), strict=True):
         beta, steps = float(name), np.arange(1, len(log["before"]))
         values = read_by(log, beta, "published")
-        left.plot(steps, values, color=f"C{color}", label=f"Lion's beta = {name}")
-        left.plot(steps, 1 / (1 - beta**steps), color=f"C{color}", linestyle=":")
+        begin.plot(steps, values, color=color, label=f"beta {name}")
+        begin.plot(steps, 1 / (1 - beta**steps), color=color, linestyle=":")
     values = read_by(found["start"]["0.95"], 0.95, "matrices")
-    left.plot(steps, values, color="black", label="matrices alone (beta = 0.95)")
-    left.axhline(THRESHOLD, color="gray", linewidth=0.8)
-    left.set_title("The authors' rule; dotted: 1/(1 - beta^t)")
+    begin.plot(steps, values, color=themed.INK, linewidth=1, label="matrices, 0.95")
+    begin.axhline(THRESHOLD, color=themed.LINE, linewidth=0.8)
+    begin.legend(loc="upper right", frameon=False, ncols=2, handlelength=1)
+    begin.set_ylim(top=300)
+    begin.set_title("RMMC by the authors' rule; dotted 1/(1 - beta^t)")
+
     run = seen_after_the_first_step(found)
     steps = np.arange(1, 1 + len(run["rmmc"]))
-    others[0].plot(steps, run["rmmc"], linewidth=0.8, label="RMMC")
-    others[0].plot(steps, run["threshold"], label="threshold")
-    others[0].plot(steps, run["rate"], label="learning rate")
-    others[0].set_title("curvadion(budget=0.01); gray: other text from here")
-    others[1].plot(steps, run["noise"], linewidth=0.8, label="gradient noise, tokens")
-    along = np.abs(run["curvature"])
-    others[1].plot(steps, along, linewidth=0.8, label="|curvature along the update|")
-    others[1].set_title("in the same run")
-    for axes in (left, *others):
-        axes.set_yscale("log")
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    for axes in others:
-        axes.axvline(2 * len(found["whole"]["rmmc"]) // 3, color="gray", linewidth=0.8)
-    figure.savefig(PICTURE, dpi=120)
+    change.plot(steps, run["rmmc"], color=themed.BLUE, linewidth=0.8, label="RMMC")
+    change.plot(steps, run["threshold"], color=themed.ORANGE, label="threshold")
+    change.legend(loc="upper right", frameon=False, ncols=2, handlelength=1)
+    change.set_title("curvadion(budget=0.01): RMMC")
+    rate.plot(steps, run["rate"], color=themed.BLUE)
+    rate.set_yticks([0.003, 0.01, 0.03])
+    rate.set_title("the same run: learning rate")
+    noise.plot(steps, run["noise"], color=themed.BLUE, linewidth=0.8)
+    noise.set_title("the same run: gradient noise, in tokens")
+    along.plot(steps, np.abs(run["curvature"]), color=themed.BLUE, linewidth=0.8)
+    along.set_title("the same run: |curvature along the update|")
+    for axes in (change, rate, noise, along):
+        axes.axvline(2 * len(found["whole"]["rmmc"]) // 3, color=themed.LINE)
+    along.set_xlabel("step; other text from the vertical line on")
+    themed.save(figure, PICTURE)
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cost_model
 import measuring
+import themed
 
 HERE = Path(__file__).parent
 BASELINE, STEPS = "Muon, float32", 300
@@ -46,14 +47,12 @@ SAME_COMPUTATION = {
     "Muon, 2 bits": LOCAL,
 }
 # Colour, line and marker of each, in the legend's order.
+# Of the picture: colour, line, and how far a label is moved up from its curve's end.
 STYLES = {
-    "Muon, float32": ("0.2", "-", "s"),
-    "Muon, 2 bits": ("0.2", "--", "s"),
-    "AdamW, float32": ("0.6", "-", "D"),
-    "AdamW, 2 bits": ("0.6", "--", "D"),
-    "local_muon": ("#1f77b4", "-", "o"),
-    "curvadion": ("#d95f02", "-", "^"),
-    "DiLoCo": ("#2a8a4a", "-", "v"),
+    "Muon, float32": (themed.GREY, "-", 0),
+    "Muon, 2 bits": (themed.GREY, "--", 0),
+    "curvadion": (themed.ORANGE, "-", 0),
+    "local_muon": (themed.BLUE, "-", -26),
 }
 Row = Mapping[str, Any]
 
@@ -325,70 +324,38 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Seconds to each loss over the link's speed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Seconds to the last loss over the link's speed, with each method at its curve."""
     measured = Measured(rows)
     links = {row["conditions"]["rate"]: row["conditions"] for row in measured.times}
-    rates = sorted(links)
-    pyplot.rcParams |= {"svg.hashsalt": "curvadion_jax", "svg.fonttype": "none"}
-    figure, plots = pyplot.subplots(
-        1, 3, figsize=(11, 4.6), layout="constrained", sharey=True
-    )
-    handles = {}
-    for axes, wanted in zip(plots, measured.wanted, strict=True):
-        for method, (color, line, marker) in STYLES.items():
-            seconds = measured.seconds(method, wanted)
-            if seconds:
-                (handles[method],) = axes.plot(
-                    [*seconds], [*seconds.values()],
-                    color=color, linestyle=line, marker=marker, markersize=5,
-                )  # fmt: skip
-        axes.set(xscale="log", yscale="log", title=f"held-out loss {wanted:.3f}")
-        axes.set_xticks(rates, [_label(links[rate]) for rate in rates], size=9)
-        axes.set_xlim(rates[0] / 2, rates[-1] * 2)
-        axes.minorticks_off()
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        _mark(axes, measured, wanted, rates)
-    ticks = (3, 10, 30, 100, 300, 1000)
-    plots[0].set_yticks(ticks, [f"{x:,}" for x in ticks])
-    plots[0].set_ylabel("seconds to the loss")
-    plots[1].set_xlabel("speed and round trip of the emulated link")
-    names = [method for method in STYLES if method in handles]
-    figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center",
-        ncols=len(names), frameon=False, fontsize=9,
-    )  # fmt: skip
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    pyplot.close(figure)
+    rates, wanted = sorted(links), measured.wanted[-1]
+    figure, ((axes,),) = themed.subplots(300)
+    for method, (color, line, up) in STYLES.items():
+        seconds = measured.seconds(method, wanted)
+        if not seconds:
+            continue
+        weight = "bold" if method == "local_muon" else "normal"
+        axes.plot([*seconds], [*seconds.values()], line, color=color, marker="o",
+                  markersize=4)  # fmt: skip
+        axes.annotate(method, (min(seconds), seconds[min(seconds)]), color=color,
+                      xytext=(4, 6 + up), textcoords="offset points",
+                      weight=weight)  # fmt: skip
+    axes.set(xscale="log", yscale="log")
+    axes.set_title(f"seconds to a held-out loss of {wanted:.3f}")
+    axes.set_xticks(rates, [_label(links[rate]) for rate in rates])
+    axes.set_xlim(rates[0] / 1.5, rates[-1] * 2)
+    ticks = (10, 30, 100, 300, 1000)
+    axes.set_yticks(ticks, [f"{x:,}" for x in ticks])
+    axes.set_ylim(top=3000)
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.set_xlabel("speed and round trip of the emulated link")
+    themed.save(figure, file)
 
 
 def _label(conditions: Row) -> str:
     rate = conditions["rate"] / 1e6
     name = f"{rate:.0f} Mbit/s" if rate < 1000 else f"{rate / 1000:.0f} Gbit/s"
     return f"{name}\n{1e3 * conditions['round_trip']:.0f} ms"
-
-
-def _mark(axes: Any, measured: Measured, wanted: float, rates: list[float]) -> None:
-    """Where `local_muon` and synchronous Muon are equal, or that they are nowhere."""
-    found = {}
-    for method in ("Muon, float32", "Muon, 2 bits"):
-        rate = measured.break_even(method, wanted)
-        if rate is not None:
-            found[method] = speed(rate, rates)
-            if 0 < rate < math.inf:
-                axes.axvline(rate, color="0.5", linestyle=":", linewidth=1)
-    notes = [f"{method}: {where}" for method, where in found.items()]
-    if len(found) == 2 and len({*found.values()}) == 1:
-        notes = [f"both Muons: {found[BASELINE]}"]
-    if notes:
-        axes.text(0.99, 0.99, "\n".join(["break-even of local_muon", *notes]),
-                  transform=axes.transAxes, ha="right", va="top", color="0.35",
-                  size=8.5)  # fmt: skip
 
 
 def main() -> None:
