@@ -161,6 +161,9 @@ def print_numbers() -> None:
     adamw, muloco = runs(rows.ADAMW), runs(rows.MULOCO + ", 2 bits")
     print("local_muon above AdamW:", spread(table.above(local, adamw)), "%")
     print("MuLoCo in 2 bits above local_muon:", spread(table.above(muloco, local)), "%")
+    for steps in (study.QUARTER, study.STEPS):
+        gaps = table.above(runs(rows.TWO_BITS, steps), runs(rows.LOCAL_MUON, steps))
+        print(f"Muon in 2 bits above local_muon, {steps} steps:", spread(gaps), "%")
     for name in (rows.LOCAL_MUON, rows.TWO_BITS):
         needed = [
             1 / table.steps_to(run["loss"], short[seed]["loss"], best[seed]["loss"])

@@ -77,7 +77,7 @@ def simulate(
 ) -> dict[str, Any] | None:
     """Trains, and returns the run's results, ready for JSON; None if it was stopped.
 
-    `loss` is that of the mean of the replicas after the last step, in nats a token,
+    `loss` is that of the mean of the replicas after the last step, in nats per byte,
     `curve` that after each quarter; `bytes` and `synchronous_bytes` are those of
     `curvadion_jax.metrics.read`. The run is kept in `folder` every two minutes and when
     `stopped` says so, and resumes from there; the caller removes it when it has the

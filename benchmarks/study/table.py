@@ -110,7 +110,7 @@ HEADER = [
 
 
 def table(results: study.Results, steps: int) -> str:
-    """All methods after so many steps, in Markdown; losses in nats a byte."""
+    """All methods after so many steps, in Markdown; losses in nats per byte."""
     muon, best, adamw = (
         by_seed(results, name, steps) for name in (MUON, BEST_MUON, ADAMW)
     )

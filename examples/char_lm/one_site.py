@@ -110,7 +110,7 @@ def run(config: Config, name: str, url: Any, out: Path, **join: Any) -> float:
         },
     )
     found = site.metrics
-    print(f"{name}: {loss:.4f} nats a token on held-out text, {found}")
+    print(f"{name}: {loss:.4f} nats per byte on held-out text, {found}")
     print(f"{name}: syncs: {found.counted} of {found.contributions} counted")
     return loss
 

@@ -49,7 +49,7 @@ def draw(journals: dict[str, Lines], summary: list[dict[str, Any]], file: Path) 
                 linewidth=1,
                 label=f"{compared['method']} at its end",
             )
-    over_steps.set(xlabel="step", ylabel="loss on held-out text (nats per token)")
+    over_steps.set(xlabel="step", ylabel="loss on held-out text (nats per byte)")
     over_steps.set_title("the same number of steps", fontsize="medium")
     over_bytes.set(xlabel="bytes that one replica has sent")
     over_bytes.set_title("the same number of bytes", fontsize="medium")
