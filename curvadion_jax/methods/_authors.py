@@ -4,6 +4,8 @@ Public as `presets.paper` and `presets.authors_code`, whose module says what the
 arguments mean that are called "see above" here.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -13,6 +15,7 @@ import optax
 from curvadion_jax import _arguments, _dtypes, synchronizers, triggers
 from curvadion_jax.matrices import _dion, _momentum, _two_optimizers
 from curvadion_jax.matrices._dion import dion
+from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.triggers import Measured, Trigger
@@ -23,21 +26,22 @@ def paper(
     *,
     threshold: optax.ScalarOrSchedule = 0.3,
     local_learning_rate: optax.ScalarOrSchedule | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
     **dion_arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """CurvaDion's published formula, as far as we know it.
+    """CurvaDion's published formula.
 
     Momentum m <- mu m + g without error feedback. If the relative momentum change of
     any layer exceeds `threshold`, a Dion step with the mean gradient; otherwise a plain
     local gradient step, which leaves Q as it is. Replicas drift apart;
     :func:`curvadion_jax.curvadion` synchronises them.
 
-    The paper itself was read in part; the formula is that of `zij
-    <https://github.com/junaidaliop/zij>`_, docs/math/curvadion.
+    RMMC is the authors' README's, the step that of the catalogue `zij
+    <https://github.com/junaidaliop/zij>`_, docs/math/curvadion. The paper was read in
+    part.
 
     Args:
       learning_rate: of the Dion steps.
@@ -49,6 +53,11 @@ def paper(
 
     Returns:
       An optimizer of rows. A sync sends all gradients in float32.
+
+    Raises:
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range; at `init` and `update` as for
+        :func:`curvadion_jax.adaptive_sync`.
 
     Example:
       >>> from curvadion_jax import replicas
@@ -116,7 +125,7 @@ def authors_code(
     *,
     threshold: optax.ScalarOrSchedule = 0.3,
     other_optimizer: optax.GradientTransformation | None = None,
-    dimension_numbers: _two_optimizers.DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
