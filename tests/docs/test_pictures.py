@@ -8,7 +8,7 @@ import pytest
 import themed
 
 ROOT = Path(__file__).parents[2]
-PICTURES = [*ROOT.glob("docs/pictures/*.svg"), *ROOT.glob("benchmarks/*/seconds.svg")]
+PICTURES = [*ROOT.glob("docs/pictures/*.svg"), *ROOT.glob("benchmarks/**/*.svg")]
 # As furo shows a picture that is wider than a window of 390 pixels.
 SHOWN, SMALLEST = 364, 10
 # WCAG's levels for text, and for lines that carry a meaning.
@@ -28,6 +28,11 @@ def luminance(color: str) -> float:
 def contrast(one: str, other: str) -> float:
     low, high = sorted(luminance(color) + 0.05 for color in (one, other))
     return high / low
+
+
+def test_all_pictures_are_found():
+    names = {file.name for file in PICTURES}
+    assert names >= {"idea.svg", "result.svg", "curve.svg", "rmmc.svg", "seconds.svg"}
 
 
 def test_the_contrast_of_black_and_white():
