@@ -1,9 +1,9 @@
 """Triggers decide when replicas synchronise.
 
-`every_k(10)` and `evenly(0.01)` go by the step number, which all replicas have, so
-nothing is sent. `relative_momentum_change(0.1)` looks at each replica: all synchronise
-if the value of any is above the threshold. That is one integer of each replica on the
-wire, on every step, or with `at_intervals` on every k-th.
+`every_k(10)`, DiLoCo's period H, and `evenly(0.01)` go by the step number, which all
+replicas have, so nothing is sent. `relative_momentum_change(0.1)` looks at each
+replica: all synchronise if the value of any is above the threshold. That is one integer
+of each replica on the wire, on every step, or with `at_intervals` on every k-th.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Replicas as rows: arrays with a leading axis of replicas, and what is done with them.
 
+A replica is a worker of DiLoCo, and a row its copy of the parameters.
 `replicate` gives parameters a row for each replica, `map` runs a loss of one replica on
 all rows, and the optimizer is given the rows. `consensus` is the model of all.
 """

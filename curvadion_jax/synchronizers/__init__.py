@@ -1,6 +1,7 @@
 """Synchronizers decide what replicas send at a sync, and how it changes them.
 
-`reconcile` lets every replica take its own step and then averages the results.
+`reconcile` is DiLoCo's outer update: every replica takes its own step, and an outer
+optimizer moves their common parameters, the anchor, by the mean of the results.
 `average_gradients` and `average_factors` average within the step, before the inner
 optimizer's update; with `always` they equal training on one big batch.
 """

@@ -19,9 +19,10 @@ def reconcile(
 ) -> AfterStep:
     r"""Moves replicas to a common anchor at a sync, after their own steps.
 
-    With :math:`\theta_i` the parameters of replica i after its local step and
-    :math:`a` the anchor, the parameters all had after the last sync, the outer
-    optimizer is given the mean pseudo-gradient:
+    This is DiLoCo's sync; the anchor are its outer, or global, parameters. With
+    :math:`\theta_i` the parameters of replica i after its local step and :math:`a` the
+    anchor, the parameters all had after the last sync, the outer optimizer is given the
+    mean pseudo-gradient:
 
     .. math::
       d = \tfrac1N \textstyle\sum_i (a - \theta_i), \qquad
