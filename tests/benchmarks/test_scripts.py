@@ -17,6 +17,7 @@ TINY = {
     "compile_time.py": ["--layers", "1", "--methods", "adamw"],
     "memory.py": [],
     "products.py": ["--layers", "1"],
+    "way.py": [],
     "optimizer_speed.py": ["--model", "tiny", "--layers", "1", "--ranks", "0.25"],
 }
 
