@@ -99,8 +99,8 @@ def budget_table() -> list[str]:
         settings = f"{of.setting.removeprefix('momentum ')}, {of.rate:g}"
         budget = f"{of.form.budget:.1%}".replace(".0%", "%")
         lines.append([budget, signed(gaps), f"{needed:.1f}", settings])
-    head = ("`budget`", "loss above the best Muon", "steps per step of the best Muon")
-    return measuring.markdown((*head, "momentum, learning rate"), lines)
+    head = ("`budget`", "loss above the best Muon", "steps for one", "momentum, rate")
+    return measuring.markdown(head, lines)
 
 
 def adamw_table() -> list[str]:
