@@ -191,6 +191,8 @@ class Follower:
             return False
         members = self._members()
         there = {*self.store.keys(_run.contribution_key(number, ""))}
+        if _run.contribution_key(number, self.name) not in there:
+            self._received.pop(self.name, None)
         self._receive(
             name
             for name in members.newest.keys() - self._received.keys()
@@ -211,7 +213,10 @@ class Follower:
             x for x in awaited.keys() - self._received if not self.heart.is_silent(x)
         }
         if not enough or (late and now - self._complete < self._grace):
-            self._report(now, members)
+            if now - self._reported > _PATIENCE:
+                self._reported = now
+                self._report(members)
+                self._mend()
             return False
         received = [self._received[name] for name in sorted(self._received)]
         self._check_majority(received)
@@ -307,6 +312,9 @@ class Follower:
 
     def _message(self, entry: dict[str, Any]) -> Arrays | None:
         """The message of a contribution that counts; None if it is not there."""
+        own = self.contribution
+        if own is not None and own.uid == entry["uid"]:
+            return own.message
         name, sha256 = entry["name"], entry["sha256"]
         known = self._received.get(name)
         if known and known.arrays and known.header["sha256"] == sha256:
@@ -343,14 +351,19 @@ class Follower:
             share = 100 * weights[self._heaviest] / whole
             log.warning(text, self.number, self._heaviest, share)
 
-    def _report(self, now: float, members: _run.Members) -> None:
-        """Logs once a minute whom a round waits for."""
-        if now - self._reported > _PATIENCE:
-            self._reported = now
-            text = "round %d of %s has %d of the contributions it needs; missing: %s"
-            missing = set(members.newest) - members.left - set(self._received)
-            who = ", ".join(sorted(missing)) or "nobody known"
-            log.warning(text, self.number, self.store.url, len(self._received), who)
+    def _report(self, members: _run.Members) -> None:
+        """Logs whom a round waits for."""
+        text = "round %d of %s has %d of the contributions it needs; missing: %s"
+        missing = set(members.newest) - members.left - set(self._received)
+        who = ", ".join(sorted(missing)) or "nobody known"
+        log.warning(text, self.number, self.store.url, len(self._received), who)
+
+    def _mend(self) -> None:
+        """Undoes what may keep a round open if the store has lost an object."""
+        # This site's own, since it was read back: it is read again.
+        self._received.pop(self.name, None)
+        # One that counted before: who could not read it continues from here.
+        _run.write_snapshot(self.store, self.outer, self._roster, self.number)
 
 
 class Update(NamedTuple):

@@ -11,6 +11,7 @@ import re
 import statistics
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from curvadion_jax.sites import _headers
@@ -267,8 +268,9 @@ def read_commit(store: Store, number: int) -> dict[str, Any] | None:
 def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
     """The newest outer side that can be read, its roster, and the next round's number.
 
-    A snapshot is used if the commit after it confirms its digest; else an older one.
-    However many cannot be used, they cost the pauses between looks once.
+    A snapshot is used if the commit after it, or what has been contributed to that
+    round, confirms its digest; else an older one. However many cannot be used, they
+    cost the pauses between looks once.
     """
     faults: dict[int, InvalidError] = {}
     for _ in attempts():
@@ -293,20 +295,34 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
 
 
 def _confirmed(store: Store, model: Model, number: int) -> tuple[Outer, Roster]:
-    """A snapshot that the commit after it confirms, and its roster."""
+    """A snapshot that the round after it confirms, and its roster."""
     key, commit_at = snapshot_key(number), commit_key(number)
     found, commit = store.look(key, model.snapshot), store.look(commit_at)
-    # The first snapshot has no commit until the first round is over.
-    if found is None or (number and commit is None):
-        raise InvalidError(f"{key} is missing, or the commit after it.")
+    if found is None:
+        raise InvalidError(f"{key} is missing.")
     header, arrays = found
     _headers.check_snapshot(key, header, number)
     outer = model.from_snapshot(arrays)
     if commit is not None:
         _headers.check_commit(commit_at, commit[0], number)
-        if commit[0]["before"] != outer.digest:
-            raise InvalidError(f"The commit after {key} does not confirm it.")
+        digests = {commit[0]["before"]}
+    elif number == 0:  # A run begins with it.
+        digests = {outer.digest}
+    else:
+        digests = _digests(store, number)
+    if digests != {outer.digest}:
+        raise InvalidError(f"The round after {key} does not confirm it.")
     return outer, header["roster"]
+
+
+def _digests(store: Store, number: int) -> set[Any]:
+    """Digests of the outer sides from which the contributions to a round come."""
+    found: set[Any] = set()
+    for key in store.keys(contribution_key(number, "")):
+        with suppress(InvalidError):
+            if (header := store.header(key)) is not None:
+                found.add(str(header.get("before")))
+    return found
 
 
 def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> None:

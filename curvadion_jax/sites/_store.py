@@ -217,16 +217,8 @@ class Store:
         self, key: str, shapes: Sequence[jax.ShapeDtypeStruct] = ()
     ) -> tuple[dict[str, Any], list[np.ndarray]] | None:
         """`read`, without a second attempt."""
-        if (data := self.get(key, HEADER)) is None:
+        if (header := self.header(key)) is None:
             return None
-        header, sealed = {}, False
-        with suppress(ValueError, AttributeError, RecursionError):
-            header = json.loads(data)
-            sealed = header == self._sealed(key, header)
-        if not sealed:
-            raise InvalidError(
-                f"{key} is damaged, or of another run, place or version of the library."
-            )
         arrays = [np.empty(x.shape, x.dtype) for x in shapes]
         size, digest = sum(x.nbytes for x in arrays), hashlib.sha256()
         pieces = self._pieces(_body_key(key, header), size) if shapes else iter(())
@@ -237,6 +229,20 @@ class Store:
         ):
             raise InvalidError(f"{key} has a body that does not match its digest.")
         return header, arrays
+
+    def header(self, key: str) -> dict[str, Any] | None:
+        """The header of a message; None if it is not there."""
+        if (data := self.get(key, HEADER)) is None:
+            return None
+        header, sealed = {}, False
+        with suppress(ValueError, AttributeError, RecursionError):
+            header = json.loads(data)
+            sealed = header == self._sealed(key, header)
+        if not sealed:
+            raise InvalidError(
+                f"{key} is damaged, or of another run, place or version of the library."
+            )
+        return header
 
     def _make_room(self, key: str) -> None:
         odd = self._folder.make_room(key) if self._folder else None

@@ -1,7 +1,5 @@
 """Which contributions count in a round, how much, and when the round is over."""
 
-import types
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,15 +13,6 @@ from curvadion_jax.sites import _follower, _run, _store
 # Parameters here are small whole numbers, and so are most of their moves.
 ROUNDING = 1e-5
 GRACE, MINUTE = 30.0, 60.0
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """What `time.monotonic` is to the package's rounds, in seconds."""
-    found = types.SimpleNamespace(now=1000.0)
-    fake = types.SimpleNamespace(monotonic=lambda: found.now)
-    monkeypatch.setattr(_follower, "time", fake)
-    return found
 
 
 def named(names, **options):
@@ -232,19 +221,6 @@ def test_a_share_of_one_among_two_is_not_bounded(caplog):
     settle(a, b)
     assert a.moved() == pytest.approx(1.0, abs=ROUNDING)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("lost", ["rounds/", "bodies/rounds/", "members/"])
-def test_what_the_store_has_lost_is_sent_again(lost):
-    a, b = named("ab", quorum=2)
-    for site in (a, b):
-        site.send(1.0)
-    a.store.delete(a.store.keys(lost))
-    for site in (a, b):
-        assert not site.follower.propose()
-        site.follower.send()
-    settle(a, b)
-    assert a.moved() == 1.0
 
 
 def test_a_slow_site_is_waited_for_until_grace_is_over(clock):
