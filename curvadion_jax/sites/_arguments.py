@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from curvadion_jax.sites import _arrays
 from curvadion_jax.sites._headers import NAME
@@ -68,6 +69,11 @@ def check_compressor(compressor: Any) -> None:
 
 def check_params(params: Any) -> None:
     """Rejects what is not trained, and what this site's processes do not all hold."""
+    if jax.tree.leaves(params) == []:
+        raise ValueError(
+            f"params are {params!r:.99}, without an array. Give the tree of arrays "
+            "that is trained."
+        )
     for path, x in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         try:
@@ -95,6 +101,31 @@ def check_params(params: Any) -> None:
             raise ValueError(
                 f"{name} lies on devices of some of this site's {jax.process_count()} "
                 "processes. Give parameters on a mesh of all devices."
+            )
+
+
+def check_same(params: Any, known: Any) -> None:
+    """Rejects a tree of another structure, shapes or dtypes than a known one.
+
+    None in place of an array is another structure. Dtypes are compared where they are
+    those of NumPy.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    if structure != jax.tree.structure(known):
+        raise ValueError(
+            f"params have the structure {structure!s:.300}, and had "
+            f"{jax.tree.structure(known)!s:.300} when the site started. Give the same "
+            "tree of arrays; another model needs another URL."
+        )
+    for x, (path, like) in zip(leaves, jax.tree.leaves_with_path(known), strict=True):
+        found = tuple(getattr(x, "shape", like.shape)), like.dtype
+        if isinstance(x, (np.ndarray, np.generic, jax.Array)):
+            found = x.shape, x.dtype
+        if found != (like.shape, like.dtype):
+            raise ValueError(
+                f"Parameter {jax.tree_util.keystr(path)} is {found[1]}{[*found[0]]}, "
+                f"and was {like.dtype}{[*like.shape]} when the site started. Give the "
+                "same tree of arrays; another model needs another URL."
             )
 
 

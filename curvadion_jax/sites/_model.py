@@ -149,13 +149,6 @@ class Model:
         """
         message: Arrays = []
         for index, form in enumerate(self._forms):
-            found, known = params[index].shape, anchor[index].shape
-            if found != known:  # which might be broadcast
-                raise ValueError(
-                    f"Parameter {self.names[index]} has shape {found}, and had {known} "
-                    "when the site joined. Join again with another URL to change the "
-                    "model."
-                )
             with np.errstate(all="ignore"):  # NaN is found by who reads it
                 whole = drift(params[index], anchor[index]) + residual[index]
             message += form.encode(whole)

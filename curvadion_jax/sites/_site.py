@@ -119,7 +119,7 @@ class Site:
         self._outer = outer or optax.scale(-1)
         self._codec: Any = (compressor or compressors.exact()).codec
         self._worker: Worker | None = None  # of the first process
-        self._structure: Any = None
+        self._known: Any = None  # shapes and dtypes of the parameters
         self._closed = False
         # Tokens of the contribution that is under way, if one is.
         self._under_way: float | None = None
@@ -147,16 +147,20 @@ class Site:
           OSError: if the store cannot be reached, read, or written. Call it again.
           RuntimeError: if the run is damaged or of another version, or if the store
             overwrites objects that it should create.
-          ValueError: for another model, compressor, outer optimizer or quorum.
+          TypeError: for leaves that are no floating-point arrays.
+          ValueError: for another model, compressor, outer optimizer or quorum than the
+            run's, and for a tree without arrays.
         """
-        if self._structure is not None:
+        if self._known is not None:
             raise RuntimeError("This site has started. Make a site for each start.")
         leaves = jax.tree.leaves(params)
         _arrays.use_no_accelerator(leaves)
         _arguments.check_params(params)
         arrays = _processes.copies(leaves)
-        _processes.from_first(lambda: self._enter(params, arrays))
-        self._structure = jax.tree.structure(params)
+        shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        known = jax.tree.unflatten(jax.tree.structure(params), shaped)
+        _processes.from_first(lambda: self._enter(known, arrays))
+        self._known = known
         atexit.register(self.close)
         self._look()
         return self._returned(params)
@@ -176,8 +180,10 @@ class Site:
         Raises:
           RuntimeError: if another site has joined under this name, or this site's outer
             parameters differ from the run's.
-          ValueError: for parameters of another shape or structure, and for tokens that
-            are not positive and finite.
+          TypeError: for a leaf that is no array.
+          ValueError: for parameters of another structure (as with None in place of an
+            array), shape or dtype than at the start, and for tokens that are not
+            positive and at most 1e15.
         """
         self._check_open()
         if not 1e-9 <= float(tokens) <= 1e15:
@@ -185,6 +191,7 @@ class Site:
                 f"tokens must be positive and at most 1e15, got {tokens}. Give the "
                 "tokens that this site has seen in the step."
             )
+        _arguments.check_same(params, self._known)
         self._steps += 1
         self._tokens += float(tokens)
         due = min(self._every, self._max_lag)
@@ -216,6 +223,7 @@ class Site:
         """
         _arguments.check_at_least_zero(timeout, "timeout")
         self._check_open()
+        _arguments.check_same(params, self._known)
         end = time.monotonic() + float(timeout)
         self._look()
         while self._under_way is not None or self._tokens:
@@ -266,17 +274,15 @@ class Site:
             }
         return SiteMetrics(**self._metrics)
 
-    def _enter(self, params: Any, arrays: list[Any]) -> None:
-        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        params = jax.tree.unflatten(jax.tree.structure(params), map(shaped, arrays))
-        store, model = Store(self._url), Model(params, self._outer, self._codec)
+    def _enter(self, known: Any, arrays: list[Any]) -> None:
+        store, model = Store(self._url), Model(known, self._outer, self._codec)
         follower = Follower(store, model, self.name, self._quorum, self._grace)
         follower.start(to_host(arrays))
         self._worker = Worker(follower, self._poll)
         self._worker.start()
 
     def _check_open(self) -> None:
-        if self._structure is None or self._closed:
+        if self._known is None or self._closed:
             raise RuntimeError(
                 "This site has not started, or has left. Call start of a new one."
             )
@@ -321,7 +327,7 @@ class Site:
 
     def _moved(self, params: Any) -> list[Any]:
         """The parameters' leaves, moved as has been decided."""
-        leaves = self._structure.flatten_up_to(params)
+        leaves = jax.tree.leaves(params)
         for update in self._news:
             leaves = moved(leaves, update)
         return leaves
@@ -329,10 +335,13 @@ class Site:
     def _returned(self, params: Any) -> Any:
         leaves = self._moved(params)
         self._news.clear()
-        return jax.tree.unflatten(self._structure, leaves)
+        return jax.tree.unflatten(jax.tree.structure(self._known), leaves)
 
     def _submit(self, params: Any) -> None:
         leaves = _processes.copies(self._moved(params))
+        # Of a library other than JAX and NumPy the copies alone show their dtypes.
+        structure = jax.tree.structure(self._known)
+        _arguments.check_same(jax.tree.unflatten(structure, leaves), self._known)
         if self._worker is not None:
             self._worker.submit(leaves, self._tokens)
         self._under_way, self._steps, self._tokens = self._tokens, 0, 0.0

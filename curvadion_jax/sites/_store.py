@@ -221,7 +221,7 @@ class Store:
             return None
         arrays = [np.empty(x.shape, x.dtype) for x in shapes]
         size, digest = sum(x.nbytes for x in arrays), hashlib.sha256()
-        pieces = self._pieces(_body_key(key, header), size) if shapes else iter(())
+        pieces = self._pieces(_body_key(key, header), size) if size else iter(())
         if pieces is None:
             return None
         if _fill(arrays, pieces, digest) != size or digest.hexdigest() != header.get(

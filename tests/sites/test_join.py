@@ -117,10 +117,68 @@ def test_two_of_one_name():
         second.sync(PARAMS)
 
 
-def test_parameters_that_have_become_others():
+GIVEN = {"w": np.ones(2, np.float32), "v": np.ones((3, 1), np.float32)}
+CHANGED = {
+    "shape": ({"w": np.ones((2, 1), np.float32)}, r"'w'\] is float32\[2, 1\], and was"),
+    # Which NumPy and JAX would broadcast.
+    "one element": ({"w": np.ones(1, np.float32)}, r"'w'\] is float32\[1\], and was"),
+    "float16": (
+        {"w": np.ones(2, np.float16)},
+        r"is float16\[2\], and was float32\[2\]",
+    ),
+    "integers": ({"w": np.ones(2, int)}, r"is int64\[2\], and was float32\[2\]"),
+    "None": ({"w": None}, r"structure .*'w': None.*, and had .*'w': \*"),
+    "a list": ({"w": [GIVEN["w"]]}, "have the structure"),
+    "one more": ({"x": GIVEN["w"]}, "have the structure"),
+}
+
+
+@pytest.mark.parametrize("call", ["sync", "leave"])
+@pytest.mark.parametrize(("change", "message"), CHANGED.values(), ids=CHANGED)
+def test_parameters_that_have_become_others_are_refused(call, change, message):
+    """And nothing of them is contributed: the site can go on with its own."""
+    with sites.Site(MemoryStore(), "oslo", every=1, max_lag=0, poll=0.01) as site:
+        site.start(GIVEN)
+        with pytest.raises(ValueError, match=message):
+            getattr(site, call)(GIVEN | change)
+        assert site.metrics.contributions == 0
+        site.leave(site.sync(GIVEN))
+        assert site.metrics.counted == site.metrics.contributions > 0
+
+
+def test_tensors_whose_dtype_has_changed_are_refused_once_they_are_copied():
+    """NumPy does not know the dtypes of other libraries."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    with sites.Site(MemoryStore(), "oslo", every=2, max_lag=0, poll=0.01) as site:
+        site.start({"w": torch.ones(2)})
+        site.sync({"w": torch.ones(2)})
+        with pytest.raises(ValueError, match=r"is float16\[2\], and was float32"):
+            site.sync({"w": torch.ones(2, dtype=torch.float16)})
+
+
+def test_a_leaf_that_is_no_array_is_refused_once_it_is_needed():
     with started(MemoryStore(), every=1, max_lag=0) as site:
-        with pytest.raises(ValueError, match=r"'w'\] has shape \(2, 1\), and had"):
-            site.sync(PARAMS | {"w": jnp.ones((2, 1))})
+        with pytest.raises(TypeError, match="float is no array"):
+            site.sync(PARAMS | {"w": 3.0})
+
+
+def test_arrays_without_elements_are_contributed_as_others_are():
+    params = {"w": np.zeros((0, 3), np.float32)}
+    with sites.Site(MemoryStore(), "oslo", every=1, max_lag=0, poll=0.01) as site:
+        found = site.leave(site.sync(site.start(params)))
+        assert found["w"].shape == (0, 3)
+        assert site.metrics.counted == 1
+
+
+@pytest.mark.parametrize("params", [{}, None, {"w": None}, [], ()])
+def test_a_tree_without_arrays_starts_nothing(params):
+    store = MemoryStore()
+    with sites.Site(store, "oslo") as site:
+        with pytest.raises(
+            ValueError, match=r"^params are .*, without an array\. Give"
+        ):
+            site.start(params)
+    assert _store.Store(store).keys("") == []
 
 
 def test_closed_while_it_waits(monkeypatch):
