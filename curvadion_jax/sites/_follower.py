@@ -398,7 +398,9 @@ class Worker(threading.Thread):
         self._ending = self._leaving = False
         # The open round and the anchor that the main thread knows.
         self._taken: tuple[int, Arrays] = -1, []
-        self._turned = time.monotonic()  # the store last answered, or was warned of
+        # What request `wait` has seen last, and for how many seconds of waiting.
+        self._seen: int | None = None
+        self._unanswered = 0.0
 
     def take(self) -> Update | None:
         """What is new since the last call, in which all was taken.
@@ -444,8 +446,13 @@ class Worker(threading.Thread):
             self._changed.wait_for(
                 lambda: self.follower.decided or self._error or self._ending, seconds
             )
-        if time.monotonic() - self._turned > _PATIENCE:
-            self._turned = time.monotonic()
+        # No clock: it runs on while the machine does something else.
+        seen, before = self.follower.store.under_way.get(self.ident or 0), self._seen
+        is_same = seen is not None and seen == before
+        self._unanswered = self._unanswered + seconds if is_same else 0.0
+        self._seen = seen
+        if self._unanswered > _PATIENCE:
+            self._unanswered = 0.0
             text = "%s has had no answer to a request for a minute, and waits for it."
             log.warning(text, self.follower.name)
 
@@ -473,7 +480,6 @@ class Worker(threading.Thread):
                     if time.monotonic() - warned >= _PATIENCE:
                         warned = time.monotonic()
                         log.warning("%s This site tries again.", error)
-                self._turned = time.monotonic()
                 with self._changed:  # after a failure a new contribution waits as well
                     self._changed.wait_for(
                         lambda failed=failed: (

@@ -12,10 +12,12 @@ file systems, caches).
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
 import re
+import threading
 import time
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
@@ -60,6 +62,9 @@ class Store:
         self._folder = _folder_of(self._store)
         self.run = ""  # the digest of the run's description, which messages have
         self.up = self.down = 0  # bytes written and read
+        # Thread -> a number of its request that is under way, another with each piece.
+        self.under_way: dict[int, int] = {}
+        self._numbers = itertools.count()
 
     @property
     def ignored(self) -> int:
@@ -76,7 +81,7 @@ class Store:
         there = _obstore().exceptions.AlreadyExistsError, FileExistsError
         self._make_room(key)
         for _ in attempts():
-            with _one_error(self.url, f"write {key}"), suppress(*there):
+            with self._request(f"write {key}"), suppress(*there):
                 self._store.put(key, data, mode="create")
                 self.up += len(data)
                 return True
@@ -102,7 +107,7 @@ class Store:
         """The bytes of an object, not all at once; None if there is none."""
         if self._folder and self._folder.odd_at(key) is not None:
             return None
-        with _one_error(self.url, f"read {key}"), suppress(FileNotFoundError):
+        with self._request(f"read {key}"), suppress(FileNotFoundError):
             found = self._store.get(key)
             if (size := found.meta["size"]) > at_most:
                 raise InvalidError(f"{key} has {size} bytes, and not {at_most}.")
@@ -116,16 +121,16 @@ class Store:
         for start in range(0, size, PIECE):
             end = min(start + PIECE, size)
             try:
-                with _one_error(self.url, f"read {key}"):
-                    piece = self._store.get_range(key, start=start, end=end)
-                    yield bytes(piece)
+                with self._request(f"read {key}"):
+                    piece = bytes(self._store.get_range(key, start=start, end=end))
             except FileNotFoundError:
                 raise InvalidError(f"{key} was removed while it was read.") from None
             self.down += end - start
+            yield piece
 
     def keys(self, prefix: str) -> list[str]:
         """Keys below a prefix, sorted."""
-        with _one_error(self.url, f"list {prefix}"):
+        with self._request(f"list {prefix}"):
             if self._folder:
                 return sorted(self._folder.keys(prefix))
             listing = self._store.list(prefix=prefix)
@@ -134,7 +139,7 @@ class Store:
     def replace(self, key: str, data: bytes) -> None:
         """Writes an object, whether there is one or not."""
         self._make_room(key)
-        with _one_error(self.url, f"write {key}"):
+        with self._request(f"write {key}"):
             self._store.put(key, data)
         self.up += len(data)
 
@@ -142,7 +147,7 @@ class Store:
         """Keys below a prefix, each with a text that changes when it is replaced."""
         if self._folder:
             return {key: self._folder.version(key) for key in self.keys(prefix)}
-        with _one_error(self.url, f"list {prefix}"):
+        with self._request(f"list {prefix}"):
             listing = self._store.list(prefix=prefix)
             return {
                 meta["path"]: f"{meta.get('e_tag')} {meta.get('last_modified')}"
@@ -154,7 +159,7 @@ class Store:
         for key in keys:
             if self._folder and self._folder.odd_at(key) is not None:
                 continue  # A link, which leads to something that is not the run's.
-            with _one_error(self.url, f"remove {key}"), suppress(FileNotFoundError):
+            with self._request(f"remove {key}"), suppress(FileNotFoundError):
                 self._store.delete(key)
 
     def write(
@@ -169,21 +174,25 @@ class Store:
         if size:  # overwrites the same bytes, since the digest is in its key
             body_key = _body_key(key, header)
             self._make_room(body_key)
-            with _one_error(self.url, f"write the body of {key}"):
+            with self._request(f"write the body of {key}"):
                 if size <= PIECE:
                     self._store.put(body_key, b"".join(parts))
                 else:  # piece by piece, so that there is no copy of all
-                    pieces = (
-                        x[i : i + PIECE] for x in parts for i in range(0, len(x), PIECE)
-                    )
                     self._store.put(
                         body_key,
-                        map(bytes, pieces),
+                        self._pieces_of(parts, threading.get_ident()),
                         chunk_size=PIECE,
                         max_concurrency=2,
                     )
             self.up += size
         self.create(key, json.dumps(header).encode())
+
+    def _pieces_of(self, parts: list[memoryview], thread: int) -> Iterator[bytes]:
+        """Pieces of what a thread writes."""
+        for part in parts:
+            for start in range(0, len(part), PIECE):
+                self.under_way[thread] = next(self._numbers)
+                yield bytes(part[start : start + PIECE])
 
     def read(
         self,
@@ -243,6 +252,17 @@ class Store:
                 f"{key} is damaged, or of another run, place or version of the library."
             )
         return header
+
+    @contextmanager
+    def _request(self, what: str) -> Iterator[None]:
+        """Around one request of this thread."""
+        thread = threading.get_ident()
+        self.under_way[thread] = next(self._numbers)
+        try:
+            with _one_error(self.url, what):
+                yield
+        finally:
+            del self.under_way[thread]
 
     def _make_room(self, key: str) -> None:
         odd = self._folder.make_room(key) if self._folder else None

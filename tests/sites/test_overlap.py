@@ -11,7 +11,7 @@ from site_runs import start_params, together, train
 from site_steps import ByHand
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _follower, _site
+from curvadion_jax.sites import _site
 
 PARAMS = {"w": jnp.zeros((4, 8))}
 
@@ -31,9 +31,6 @@ def test_sync_waits_beyond_the_bound_alone(monkeypatch, caplog):
 
         def opening(seconds):
             waits.append(seconds)
-            with monkeypatch.context() as patch:  # as after a minute
-                patch.setattr(_follower, "_PATIENCE", 0.0)
-                wait(0)
             store.open.set()
             wait(seconds)
 
@@ -44,9 +41,56 @@ def test_sync_waits_beyond_the_bound_alone(monkeypatch, caplog):
         assert site.metrics.blocked == 0
         params = site.sync(stepped(params))  # the second since it was taken
         assert waits
-        assert "has had no answer" in caplog.text
+        assert not caplog.records
         assert site.metrics.counted >= 1
         np.testing.assert_array_equal(params["w"], 4.0)
+
+
+class AtOnce:
+    """A condition for which nobody waits."""
+
+    __enter__ = __exit__ = lambda *_: None
+
+    def wait_for(self, *_):
+        pass
+
+
+@pytest.fixture
+def at_a_request(monkeypatch):
+    """A worker that waits for the answer to a request; and what lets its waits pass."""
+    store = Gated()
+    with sites.Site(store, "oslo", every=1, max_lag=99, poll=0.01) as site:
+        site.sync(site.start(PARAMS))
+        assert store.reached.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(site._worker, "_changed", AtOnce())
+            yield site._worker
+        store.open.set()
+
+
+def test_a_request_without_an_answer_is_warned_of_once_a_minute(at_a_request, caplog):
+    warned = []
+    for number in range(40):
+        at_a_request.wait(5.0)
+        warned += [number] * len(caplog.records)
+        caplog.clear()
+    assert warned == [13, 26, 39]
+
+
+def test_a_stopped_machine_or_a_slow_upload_is_not_warned_of(
+    at_a_request, clock, caplog
+):
+    under_way, thread = at_a_request.follower.store.under_way, at_a_request.ident
+    for piece in range(40):
+        clock.now += 3600.0
+        under_way[thread] = 1000 + piece  # or an answer, and the next request
+        at_a_request.wait(5.0)
+    del under_way[thread]
+    for _ in range(40):  # it computes
+        clock.now += 3600.0
+        at_a_request.wait(5.0)
+    under_way[thread] = 0
+    assert not caplog.records
 
 
 def test_what_is_decided_between_two_looks_counts_once(monkeypatch):

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import MemoryStore
@@ -153,6 +154,35 @@ def test_empty_folders_do_not_stay(tmp_path):
     store.create("rounds/00000000/a", b"")
     store.delete(["rounds/00000000/a"])
     assert not list(tmp_path.iterdir())
+
+
+def test_every_piece_of_a_body_is_progress_of_its_request(monkeypatch):
+    """Which tells a slow link from a store that does not answer."""
+    monkeypatch.setattr(_store, "PIECE", 16)
+    numbers, memory = [], MemoryStore()
+    note = lambda: numbers.extend(store.under_way.values())
+
+    class Slow(Wrapped):
+        def put(self, key, data, **options):
+            pieces = [bytes(data)] if isinstance(data, bytes) else []
+            for piece in () if pieces else data:
+                note()
+                pieces.append(piece)
+            mode = {x: y for x, y in options.items() if x == "mode"}
+            memory.put(key, b"".join(pieces), **mode)
+
+        def get_range(self, key, **options):
+            note()
+            return memory.get_range(key, **options)
+
+    store, arrays = _store.Store(Slow(memory)), [np.arange(12.0), np.ones(3)]
+    store.write("big", {}, arrays)
+    assert len(numbers) == len(set(numbers)) == 6 + 2
+    found = store.read("big", arrays)
+    assert found is not None
+    assert len(numbers) == len(set(numbers)) > 2 * 8  # and pieces of the header
+    np.testing.assert_array_equal(found[1][0], arrays[0])
+    assert store.under_way == {}
 
 
 class Counted(Wrapped):
