@@ -122,6 +122,8 @@ class Follower:
         except _GoneError:
             outer, roster, after = _run.load(self.store, self.model, after)
         self._report_commit(commit)
+        for entry in contributors:
+            self.heart.contributed(entry["name"])
         decided = None
         if self.contribution is not None:
             decided = self.contribution, self._decide(self.contribution, commit, after)

@@ -3,7 +3,8 @@
 A site that trains sends nothing between its contributions, and neither does one that
 was killed. So every site renews its object in `members/` a few times in each `grace`,
 from a thread of its own, and looks at the others' objects. Clocks are not compared: a
-site is silent if its object is the same at several looks of this one.
+site is silent if its object is the same at several looks of this one. One that has
+joined again needs time for its first steps, and is silent until it has contributed.
 """
 
 import threading
@@ -25,8 +26,10 @@ class Heart(threading.Thread):
         super().__init__(name="curvadion_jax.sites.heart", daemon=True)
         self._store, self._name, self._incarnation = store, name, incarnation
         self._pause = min(grace / _LOOKS, _PAUSE) or _PAUSE
-        # Of each member the version of its object, and looks since it was another.
-        self._seen: dict[str, tuple[str, int]] = {}
+        # Of each member how often it has joined, the version of its object, and looks
+        # since both were others.
+        self._seen: dict[str, tuple[tuple[int, str], int]] = {}
+        self._joined_again: set[str] = set()  # and has not contributed since
         self._ended = threading.Event()
 
     def beat(self) -> None:
@@ -34,14 +37,20 @@ class Heart(threading.Thread):
         _run.renew(self._store, self._name, self._incarnation)
         found = _run.versions(self._store)
         for name in found.keys() | self._seen.keys():
-            known, looks = self._seen.get(name, ("", 0))
+            known, looks = self._seen.get(name, ((0, ""), 0))
             version = found.get(name, known)  # a listing may lack it
             self._seen[name] = version, looks + 1 if version == known else 0
+            if 0 < known[0] < version[0]:
+                self._joined_again.add(name)
 
     def is_silent(self, name: str) -> bool:
         """Whether a site has given no sign of life for a whole `grace`."""
-        _, looks = self._seen.get(name, ("", 0))
-        return looks >= _LOOKS - 1
+        _, looks = self._seen.get(name, (None, 0))
+        return looks >= _LOOKS - 1 or name in self._joined_again
+
+    def contributed(self, name: str) -> None:
+        """A site that has joined again is at work."""
+        self._joined_again.discard(name)
 
     def run(self) -> None:
         while not self._ended.wait(self._pause):

@@ -156,12 +156,12 @@ def renew(store: Store, name: str, incarnation: int) -> None:
     store.replace(member_key(name, incarnation, "json"), uuid.uuid4().bytes)
 
 
-def versions(store: Store) -> dict[str, str]:
-    """Of each member, the version of its object."""
+def versions(store: Store) -> dict[str, tuple[int, str]]:
+    """Of each member, how often it has joined, and the version of its object."""
     found = store.versions(MEMBERS)
     newest = members(found).newest.items()
-    keys = {name: member_key(name, number, "json") for name, number in newest}
-    return {name: found[key] for name, key in keys.items() if key in found}
+    keys = {name: (n, member_key(name, n, "json")) for name, n in newest}
+    return {name: (n, found[key]) for name, (n, key) in keys.items() if key in found}
 
 
 def remove_members(
