@@ -100,16 +100,17 @@ def _newton_schulz(x: jax.Array, eps: jax.typing.ArrayLike) -> jax.Array:
 
     The loop is not unrolled: that would take five times as long to compile.
     """
-    is_wide = x.shape[-2] <= x.shape[-1]
-    x = x if is_wide else x.mT  # for small Gram matrices
     # Squares of what float16 holds may not fit into float16.
     wide = _dtypes.at_least_float32(x)
     norm = jnp.linalg.norm(wide, axis=(-2, -1), keepdims=True)
     x = (wide / (norm + eps)).astype(x.dtype)
+    is_wide = x.shape[-2] <= x.shape[-1]
 
     def iteration(_, x):
-        a = x @ x.mT
-        return _NS[0] * x + (_NS[1] * a + _NS[2] * a @ a) @ x
+        # The smaller Gram matrix. (Optax transposes tall matrices in place of this, and
+        # compilers for TPUs then transpose momenta, gradients and parameters too.)
+        gram = x @ x.mT if is_wide else x.mT @ x
+        factor = _NS[1] * gram + _NS[2] * gram @ gram
+        return _NS[0] * x + (factor @ x if is_wide else x @ factor)
 
-    x = jax.lax.fori_loop(0, _NS_STEPS, iteration, x)
-    return x if is_wide else x.mT
+    return jax.lax.fori_loop(0, _NS_STEPS, iteration, x)
