@@ -2,7 +2,17 @@
 
 An orthonormal basis needs a whole matrix. Left to itself, the compiler would gather
 every matrix on every device. Here each device gets some of the matrices, by
-all-to-alls inside the replica, and the results go back the same way.
+all-to-alls inside the replica, and the results go back the same way. Of four matrices
+A to D, with rows over the axis "fsdp" and columns over "tensor", on 2 x 2 devices:
+
+================= ================== ================ =====================
+device            a quarter of each  after "fsdp"     after "tensor", whole
+================= ================== ================ =====================
+fsdp 0, tensor 0  A B C D, top left  A B, left half   A
+fsdp 0, tensor 1  A B C D, top right A B, right half  B
+fsdp 1, tensor 0  A B C D, low left  C D, left half   C
+fsdp 1, tensor 1  A B C D, low right C D, right half  D
+================= ================== ================ =====================
 """
 
 import math
