@@ -21,6 +21,7 @@ from curvadion_jax.dimension_numbers._values import (
     Value,
     Weight,
     is_data,
+    is_given,
     is_weight,
 )
 
@@ -67,7 +68,7 @@ def _elementwise(reader, equation, values, needed):
     ]
     if name == "mul":
         reader.follow_rows(operands)
-    if name == "select_n" and values[0] and values[0].kind == "data":
+    if name == "select_n" and is_given(values[0]):
         _select(reader, operands[1:])
     if not any(map(is_weight, operands)):
         result = activation(operands, tracked)
@@ -87,7 +88,7 @@ def _elementwise(reader, equation, values, needed):
 
 
 def _select(reader: Reader, cases: Values) -> None:
-    """Notes that data select among places of an output axis."""
+    """Notes that a condition selects among places of an output axis."""
     every = [value.outputs if value else () for value in cases]
     for x in every[0]:
         for other in (y for outputs in every[1:] for y in outputs):

@@ -96,6 +96,20 @@ def reshaped(dims: Dims, old: Shape, new: Shape) -> Dims:
     return tuple(result)
 
 
+def torn(before: Dims, after: Dims) -> Axes:
+    """The parameter's axes that a reshape has spread over axes of repetitions."""
+
+    def having(dims, axis):
+        return [dim for dim in dims if axis in [atom.axis for atom in dim]]
+
+    result = set()
+    for axis in axes_at(after, range(len(after))):
+        spread = having(after, axis)
+        if len(spread) > len(having(before, axis)) and having(spread, REPEATED):
+            result.add(axis)
+    return frozenset(result)
+
+
 def _size(shape: Shape, places: Iterable[int]) -> int:
     return math.prod(shape[d] for d in places)
 

@@ -15,11 +15,13 @@ from curvadion_jax.dimension_numbers._reader import (
     unknown,
 )
 from curvadion_jax.dimension_numbers._values import (
+    NONE,
     Mixed,
     Output,
     Value,
     Weight,
     is_data,
+    is_given,
     is_weight,
 )
 
@@ -33,12 +35,15 @@ def _transpose(reader, equation, values, needed):
 @handles("reshape", "squeeze", "expand_dims")
 def _reshape(reader, equation, values, needed):
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    value = values[0].moved(lambda dims: _axes.reshaped(dims, old, new))
-    for x in value.outputs:
+    move = lambda dims: _axes.reshaped(dims, old, new)
+    for x in values[0].outputs:
+        dims = move(x.dims)
         for d in range(len(new)):
-            if len(merged := x.at([d])) > 1:
+            if len(merged := _axes.axes_at(dims, [d])) > 1:
                 reader.tell(x, merged, "joined")
-    return [value]
+        # A shift of every row against the others, as of relative positions.
+        reader.tell(x, _axes.torn(x.dims, dims), "selected")
+    return [values[0].moved(move)]
 
 
 @handles("broadcast_in_dim")
@@ -81,10 +86,11 @@ def _dynamic_slice(reader, equation, values, needed):
     value, *places = values
     if value is None:  # constants, at a place that data say
         return unknown(reader, equation, values, needed)
-    if not (is_weight(value) and any(map(is_data, places))):
-        return _slice(reader, equation, values, needed)
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
+    reader.select(value, [d for d in picked if places[d] and is_given(places[d])])
+    if not (is_weight(value) and any(map(is_data, places))):
+        return _slice(reader, equation, values, needed)
     move = lambda dims: _axes.resized(dims, old, new)
     return [look_up(reader, equation, value, move, picked, by_data=True)]
 
@@ -114,7 +120,8 @@ def _cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Val
             x = dataclasses.replace(x, stack=x.stack | gone)
         elif isinstance(x, Output):
             reader.tell(x, gone, "separate")
-            x = dataclasses.replace(x, taken=x.taken | gone)
+            whole = gone - x.at(d for d in range(len(new)) if d not in picked)
+            x = dataclasses.replace(x, taken=x.taken | whole)
         elif isinstance(x, Mixed) and x.is_factor and gone:
             reader.ask(equation, x, "times an activation, and one place of it")
         tracked.append(x.moved(lambda dims: _axes.resized(dims, old, new)))
@@ -155,6 +162,9 @@ def _beside(reader: Reader, equation: Any, values: Values, axis: int) -> Value:
     for x in weights:
         reader.meet(equation, x, "put beside activations")
     kept = [x for value in moved if is_data(value) for x in value.tracked]
+    kept = [  # beside others it is not one place any more
+        dataclasses.replace(x, taken=NONE) if isinstance(x, Output) else x for x in kept
+    ]
     return activation(moved, kept)
 
 

@@ -20,6 +20,7 @@ from curvadion_jax.dimension_numbers._values import (
     Tracked,
     Value,
     is_data,
+    is_given,
     is_weight,
 )
 
@@ -249,9 +250,11 @@ def _convolution(reader, equation, values, needed):
 @handles("gather")
 def _gather(reader, equation, values, needed):
     value, places = values
+    numbers = equation.params["dimension_numbers"]
+    if is_data(value) and is_given(places):
+        reader.select(value, numbers.start_index_map)
     if not is_weight(value) or is_weight(places):
         return unknown(reader, equation, values, needed)
-    numbers = equation.params["dimension_numbers"]
     sizes = equation.params["slice_sizes"]
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}

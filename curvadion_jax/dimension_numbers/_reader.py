@@ -196,12 +196,17 @@ class Reader:
         """Notes what an equation says of output axes of a product.
 
         They are ``'joined'`` with the other ones to one side of a matrix, as heads are,
-        ``'separate'`` matrices, as experts are, ``'selected'`` from by data, or summed
-        ``'alone'`` by the next parameter.
+        ``'separate'`` matrices, as experts are, ``'selected'`` from as a table is, or
+        summed ``'alone'`` by the next parameter.
         """
         for axis in axes:
             key = output.use, axis
             self.facts.told[key] = self.facts.told.get(key, frozenset()) | {what}
+
+    def select(self, value: Value, places: Sequence[int]) -> None:
+        """Notes that no parameter says which places of these axes are taken."""
+        for x in value.outputs:
+            self.tell(x, x.at(places), "selected")
 
 
 def unknown(

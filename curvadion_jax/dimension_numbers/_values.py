@@ -188,3 +188,8 @@ def is_weight(value: Value | None) -> TypeGuard[Value]:
 def is_data(value: Value | None) -> TypeGuard[Value]:
     """Whether the loss's arguments are in it, with parameters or without."""
     return value is not None and value.kind in ("data", "activation")
+
+
+def is_given(value: Value | None) -> bool:
+    """Whether no parameter is in it: a constant, or the loss's other arguments."""
+    return value is None or value.kind == "data"

@@ -79,6 +79,8 @@ def _judge_products(
             why = f"whether axes {axes} are one side, as heads, or a stack, as experts"
             return "asked", None, f"{why}: {_said(use)}"
         inputs, outputs = use.inputs & long, (use.outputs - stack) & long
+        if any("selected" in facts.told.get((use, axis), NONE) for axis in outputs):
+            return "asked", None, f"rows of its outputs are looked up: {_said(use)}"
         if (inputs & outputs) or (use.stack | stack) & (inputs | outputs):
             return "asked", None, f"an axis is on both sides: {_said(use)}"
         if size(inputs) > 1 and size(outputs) > 1:
@@ -90,12 +92,6 @@ def _judge_products(
         return "asked", None, f"products along several axes: {_said(use)}"
     if len(sides) > 1 and any(use.is_part for use in products):
         return "asked", None, f"parts of it are transposed: {_said(use)}"
-    if any(
-        "selected" in facts.told.get((u, axis), NONE)
-        for u in products
-        for axis in u.outputs
-    ):
-        return "asked", None, f"data select among its outputs: {_said(use)}"
     numbers = DimensionNumbers(axes_of(inputs), axes_of(outputs))
     both = ", also transposed" if len(sides) > 1 else ""
     return "matrix", numbers, _said(use) + both

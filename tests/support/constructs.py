@@ -753,40 +753,112 @@ def block_diagonal_by_reshape(p, x):
     return jnp.einsum("btnh,nhk->btnk", heads, blocks).reshape(BATCH, TIME, WIDTH)
 
 
-@readout(
-    WIDTH,
-    TOKENS,
-    X,
-    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
-    k=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
-    segments=one((2, HEADS, SIZE), "asked"),
-)
-def table_as_keys(p, tokens, x):
-    """As the segments of XLNet, that one-hot vectors select after the product."""
-    q, k = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qk")
-    scores = jnp.einsum("btnh,snh->bnts", q, p["segments"])
-    same = tokens[:, :, None] == tokens[:, None, :]
-    same = jax.nn.one_hot(same.astype(int), 2)
-    scores = jnp.einsum("btks,bnts->bntk", same, scores)
-    scores = jax.nn.softmax(scores + jnp.einsum("btnh,bknh->bntk", q, k))
-    return jnp.einsum("bntk,bkd->btd", scores, x)
+def attention_to_segments(choose):
+    """Adds attention whose queries meet a table, of which `choose` takes the scores.
+
+    It is given the scores [batch, heads, time, 2], and at [batch, time, key] whether
+    two tokens are of one segment. XLNet has this.
+    """
+
+    def layer(p, tokens, x):
+        q, k = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qk")
+        scores = jnp.einsum("btnh,snh->bnts", q + p["bias"], p["segments"])
+        is_same = tokens[:, :, None] == tokens[:, None, :]
+        scores = choose(scores, is_same) + jnp.einsum("btnh,bknh->bntk", q, k)
+        return jnp.einsum("bntk,bkd->btd", jax.nn.softmax(scores), x)
+
+    layer.__name__ = choose.__name__
+    side = ((0,), (1, 2))
+    readout(
+        WIDTH,
+        TOKENS,
+        X,
+        q=one((WIDTH, HEADS, SIZE), side),
+        k=one((WIDTH, HEADS, SIZE), side),
+        bias=one((HEADS, SIZE), "elementwise"),
+        segments=one((2, HEADS, SIZE), "asked"),
+    )(layer)
+    return choose
+
+
+@attention_to_segments
+def table_as_keys_and_one_hot_vectors(scores, is_same):
+    same = jax.nn.one_hot(is_same.astype(int), 2)
+    return jnp.einsum("btks,bnts->bntk", same, scores)
+
+
+@attention_to_segments
+def table_as_keys_and_a_condition(scores, is_same):
+    """As keras_hub has it."""
+    is_same = is_same[:, None]
+    shape = scores.shape[:3] + is_same.shape[-1:]
+    others, same = (
+        jnp.broadcast_to(x, shape) for x in (scores[..., 1:], scores[..., :1])
+    )
+    return jnp.where(jnp.broadcast_to(is_same, shape), same, others)
+
+
+@attention_to_segments
+def table_as_keys_and_a_condition_of_places(scores, is_same):
+    """As in a model of images and text, whose lengths are fixed."""
+    is_text = jnp.arange(TIME) < TIME // 2
+    return jnp.where(is_text, scores[..., :1], scores[..., 1:])
+
+
+@attention_to_segments
+def table_as_keys_and_indices(scores, is_same):
+    return jnp.take_along_axis(scores, is_same[:, None].astype(int), -1)
 
 
 @readout(
     WIDTH,
-    TOKENS,
-    X,
-    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
-    k=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
-    segments=one((2, HEADS, SIZE), "asked"),
+    q=one((WIDTH, WIDTH)),
+    distances=one((2 * TIME - 1, WIDTH), "asked"),
 )
-def table_as_keys_of_which_data_choose(p, tokens, x):
-    q, k = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qk")
-    scores = jnp.einsum("btnh,snh->btns", q, p["segments"])
-    is_same = (tokens[:, :, None] == tokens[:, None, :])[:, :, None]
-    chosen = jnp.where(is_same, scores[..., 1:], scores[..., :1])
-    scores = jax.nn.softmax(chosen + jnp.einsum("btnh,bknh->btnk", q, k))
-    return jnp.einsum("btnk,bkd->btd", scores, x)
+def table_as_keys_and_a_shift(p, x):
+    """As of relative positions in Music Transformer and BoTNet."""
+    scores = x @ p["q"] @ p["distances"].T
+    scores = jnp.pad(scores, ((0, 0), (0, 0), (0, 1)))
+    scores = scores.reshape(BATCH, 2 * TIME * TIME)
+    scores = jnp.pad(scores[:, TIME - 1 :], ((0, 0), (0, TIME - 1)))
+    scores = scores.reshape(BATCH, TIME, 2 * TIME)[..., :TIME]
+    return jax.nn.softmax(scores) @ x
+
+
+@readout(
+    WIDTH,
+    q=one((WIDTH, WIDTH)),
+    distances=one((2 * TIME - 1, WIDTH), "asked"),
+)
+def table_as_keys_and_constant_indices(p, x):
+    scores = x @ p["q"] @ p["distances"].T
+    distance = jnp.arange(TIME)[:, None] - jnp.arange(TIME) + TIME - 1
+    scores = jnp.take_along_axis(scores, distance[None], -1)
+    return jax.nn.softmax(scores) @ x
+
+
+@readout(BATCH, TOKENS, X, segments=one((2, WIDTH), "asked"))
+def table_as_keys_and_an_index_in_a_scan(p, tokens, x):
+    def step(total, each):
+        score, token = each
+        return total + lax.dynamic_index_in_dim(score, token, 1)[:, 0], None
+
+    scores = jnp.moveaxis(jnp.tanh(x) @ p["segments"].T, 1, 0)
+    return lax.scan(step, jnp.zeros(BATCH), (scores, tokens[0]))[0]
+
+
+@readout(WIDTH, q=one((WIDTH, WIDTH)), k=one((WIDTH, WIDTH)))
+def rotary_positions_by_rolls(p, x):
+    is_even = jnp.arange(WIDTH) % 2 == 0
+    turn = lambda v: v + jnp.where(is_even, -jnp.roll(v, -1, -1), jnp.roll(v, 1, -1))
+    q, k = turn(x @ p["q"]), turn(x @ p["k"])
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ x
+
+
+@readout(WIDTH, X, TOKENS, w=one((2, WIDTH, WIDTH), STACKED))
+def matrices_of_images_and_of_text(p, x, tokens):
+    image, text = jnp.einsum("btd,kdf->kbtf", x, p["w"])
+    return jnp.where(tokens[..., None] > 0, image, text)
 
 
 @readout(
