@@ -251,12 +251,13 @@ def _convolution(reader, equation, values, needed):
 def _gather(reader, equation, values, needed):
     value, places = values
     numbers = equation.params["dimension_numbers"]
-    if is_data(value) and is_given(places):
-        reader.select(value, numbers.start_index_map)
-    if not is_weight(value) or is_weight(places):
-        return unknown(reader, equation, values, needed)
     sizes = equation.params["slice_sizes"]
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if is_data(value) and is_given(places):
+        chosen = [d for d in numbers.start_index_map if sizes[d] < old[d]]
+        reader.select(value, chosen)
+    if not is_weight(value) or is_weight(places):
+        return unknown(reader, equation, values, needed)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rest = [d for d in range(len(old)) if d not in gone]
     to = dict(zip(rest, sorted(numbers.offset_dims), strict=True))

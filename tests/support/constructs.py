@@ -861,6 +861,13 @@ def matrices_of_images_and_of_text(p, x, tokens):
     return jnp.where(tokens[..., None] > 0, image, text)
 
 
+@readout(WIDTH, X, jnp.ones(BATCH, jnp.int32), w=one((WIDTH, WIDTH)))
+def sequences_turned_round(p, x, lengths):
+    """As an RNN that reads padded sequences backwards."""
+    turned = jax.vmap(lambda x, n: jnp.flip(jnp.roll(x, -n, 0), 0))
+    return turned(jnp.tanh(x @ p["w"]), lengths)
+
+
 @readout(
     WIDTH,
     probe=one((1, 1, WIDTH), "vector"),
