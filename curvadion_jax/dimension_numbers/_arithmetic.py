@@ -53,7 +53,7 @@ def _stop_gradient(reader, equation, values, needed):
 @handles(*_ELEMENTWISE)
 def _elementwise(reader, equation, values, needed):
     name, shape = equation.primitive.name, equation.outvars[0].aval.shape
-    shapes = [variable.aval.shape for variable in equation.invars]
+    shapes = [reader.shape_of(atom) for atom in equation.invars]
     operands = [
         value and value.moved(lambda dims, s=s: _over(dims, s, shape))
         for value, s in zip(values, shapes, strict=True)

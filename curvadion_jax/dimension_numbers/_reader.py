@@ -84,6 +84,7 @@ class Reader:
         # use, so that in such a program all equations are read.
         self._has_backward = _has_backward(program)
         self._is_backward = False
+        self._numbers: set[Any] = set()  # constants that are one number everywhere
 
     def read(
         self, program: Any, inputs: Values, is_needed: Sequence[bool]
@@ -119,6 +120,9 @@ class Reader:
         self, equation: Any, values: Values, needed: Sequence[bool]
     ) -> Values:
         if not any(values):
+            is_broadcast = equation.primitive.name == "broadcast_in_dim"
+            if is_broadcast and not equation.invars[0].aval.shape:
+                self._numbers.update(equation.outvars)
             return [None] * len(equation.outvars)
         outside = self._is_backward
         self._is_backward = outside or _is_backward(equation)
@@ -126,6 +130,11 @@ class Reader:
         results = handler(self, equation, values, needed)
         self._is_backward = outside
         return results
+
+    def shape_of(self, atom: Any) -> tuple[int, ...]:
+        """The shape of an operand; none of a number, also where it is broadcast."""
+        is_number = not isinstance(atom, Literal) and atom in self._numbers
+        return () if is_number else atom.aval.shape
 
     def record(
         self,

@@ -399,6 +399,14 @@ def latents_of_a_batch(p, x):
     return jax.nn.softmax(scores) @ x
 
 
+@readout(WIDTH, latents=one((6, WIDTH), "elementwise"), q=one((WIDTH, WIDTH)))
+def latents_added_to_zeros(p, x):
+    """As the queries of DETR."""
+    latents = jnp.zeros((BATCH, 6, WIDTH)) + p["latents"]
+    scores = jnp.einsum("bnd,btd->bnt", latents @ p["q"], jnp.tanh(x + 1))
+    return jax.nn.softmax(scores) @ x
+
+
 @readout(
     WIDTH,
     q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
