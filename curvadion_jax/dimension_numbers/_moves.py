@@ -78,7 +78,7 @@ def _all_gather(reader, equation, values, needed):
 @handles("slice")
 def _slice(reader, equation, values, needed):
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return [_cut(reader, equation, values[0], *shapes)]
+    return [cut(reader, equation, values[0], *shapes)]
 
 
 @handles("dynamic_slice")
@@ -99,18 +99,18 @@ def _dynamic_slice(reader, equation, values, needed):
 def _split(reader, equation, values, needed):
     old = equation.invars[0].aval.shape
     shapes = [variable.aval.shape for variable in equation.outvars]
-    return [_cut(reader, equation, values[0], old, new) for new in shapes]
+    return [cut(reader, equation, values[0], old, new) for new in shapes]
 
 
 @handles("unstack")
 def _unstack(reader, equation, values, needed):
     old, axis = equation.invars[0].aval.shape, equation.params["axis"]
-    part = _cut(reader, equation, values[0], old, (*old[:axis], 1, *old[axis + 1 :]))
+    part = cut(reader, equation, values[0], old, (*old[:axis], 1, *old[axis + 1 :]))
     part = part.moved(lambda dims: (*dims[:axis], *dims[axis + 1 :]))
     return [part] * len(equation.outvars)
 
 
-def _cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Value:
+def cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Value:
     """A part of a value. An axis of which one place is left is one of a stack."""
     picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
     tracked = []

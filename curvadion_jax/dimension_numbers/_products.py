@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from curvadion_jax.dimension_numbers import _axes, _values
 from curvadion_jax.dimension_numbers._axes import Dim
+from curvadion_jax.dimension_numbers._moves import cut
 from curvadion_jax.dimension_numbers._reader import (
     CONSTANT,
     Reader,
@@ -250,18 +251,14 @@ def _convolution(reader, equation, values, needed):
 @handles("gather")
 def _gather(reader, equation, values, needed):
     value, places = values
+    if is_weight(places) or value is None:
+        return unknown(reader, equation, values, needed)
     numbers = equation.params["dimension_numbers"]
     sizes = equation.params["slice_sizes"]
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    if is_data(value) and is_given(places):
-        chosen = [d for d in numbers.start_index_map if sizes[d] < old[d]]
-        reader.select(value, chosen)
-    if not is_weight(value) or is_weight(places):
-        return unknown(reader, equation, values, needed)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     rest = [d for d in range(len(old)) if d not in gone]
     to = dict(zip(rest, sorted(numbers.offset_dims), strict=True))
-    picked = [d for d, n in enumerate(old) if sizes[d] == 1 < n]
 
     def move(dims):
         dims = _axes.resized(dims, old, sizes)
@@ -270,4 +267,12 @@ def _gather(reader, equation, values, needed):
             result[place] = dims[d]
         return tuple(result)
 
-    return [look_up(reader, equation, value, move, picked, is_data(places))]
+    if is_weight(value):
+        picked = [d for d, n in enumerate(old) if sizes[d] == 1 < n]
+        return [look_up(reader, equation, value, move, picked, is_data(places))]
+    if places is None and math.prod(equation.invars[1].aval.shape[:-1]) == 1:
+        return [cut(reader, equation, value, old, sizes).moved(move)]  # a slice
+    if is_given(places):
+        chosen = [d for d in numbers.start_index_map if sizes[d] < old[d]]
+        reader.select(value, chosen)
+    return unknown(reader, equation, values, needed)

@@ -494,6 +494,16 @@ def attention_of_three_kernels_in_one(p, x):
     return mixed.reshape(BATCH, TIME, WIDTH) @ p["out"]
 
 
+@readout(
+    WIDTH, qkv=one((WIDTH, 3, HEADS, SIZE), ((0,), (2, 3))), out=one((WIDTH, WIDTH))
+)
+def attention_of_three_kernels_gathered(p, x):
+    """As haliax takes a place of a named axis."""
+    qkv = jnp.einsum("btd,dcnh->btcnh", x, p["qkv"])
+    mixed = jax.nn.dot_product_attention(*(jnp.take(qkv, i, 2) for i in range(3)))
+    return mixed.reshape(BATCH, TIME, WIDTH) @ p["out"]
+
+
 @readout(q=MATRIX, k=MATRIX)
 def fused_by_concatenation(p, x):
     return jnp.split(x @ jnp.concatenate([p["q"], p["k"]], 1), 2, -1)[0]
