@@ -84,7 +84,8 @@ class Reader:
         # use, so that in such a program all equations are read.
         self._has_backward = _has_backward(program)
         self._is_backward = False
-        self._numbers: set[Any] = set()  # constants that are one number everywhere
+        # Constants that are one number everywhere, by their identities.
+        self._numbers: set[int] = set()
 
     def read(
         self, program: Any, inputs: Values, is_needed: Sequence[bool]
@@ -122,7 +123,7 @@ class Reader:
         if not any(values):
             is_broadcast = equation.primitive.name == "broadcast_in_dim"
             if is_broadcast and not equation.invars[0].aval.shape:
-                self._numbers.update(equation.outvars)
+                self._numbers.update(map(id, equation.outvars))
             return [None] * len(equation.outvars)
         outside = self._is_backward
         self._is_backward = outside or _is_backward(equation)
@@ -133,8 +134,7 @@ class Reader:
 
     def shape_of(self, atom: Any) -> tuple[int, ...]:
         """The shape of an operand; none of a number, also where it is broadcast."""
-        is_number = not isinstance(atom, Literal) and atom in self._numbers
-        return () if is_number else atom.aval.shape
+        return () if id(atom) in self._numbers else atom.aval.shape
 
     def record(
         self,
