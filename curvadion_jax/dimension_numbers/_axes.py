@@ -64,6 +64,8 @@ def resized(dims: Dims, old: Shape, new: Shape) -> Dims:
     def change(dim, before, after):
         if before == after:
             return dim
+        if is_repeated(dim):
+            return repeated(after)
         return () if after == 1 else cut(dim)
 
     return tuple(map(change, dims, old, new))
