@@ -79,17 +79,23 @@ def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
+def check_arrays(params: Any) -> None:
+    """Rejects parameters that are no arrays, and no abstract ones."""
+    for name, leaf in leaves_with_path(params):
+        if not (hasattr(leaf, "dtype") and hasattr(leaf, "shape")):
+            raise TypeError(
+                f"Parameter {name!r} is {leaf!r:.80}, and no array. Give "
+                "jax.tree.map(jax.numpy.asarray, params)."
+            )
+
+
 def check_trainable(params: Any) -> None:
     """Rejects parameters that are not real floating-point numbers of 16 bits or more.
 
     Integers and complex numbers would not be averaged, and 8 bits have no arithmetic.
     """
+    check_arrays(params)
     for name, leaf in leaves_with_path(params):
-        if not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"Parameter {name!r} is {leaf!r:.80}, and no array. Give "
-                "jax.tree.map(jax.numpy.asarray, params)."
-            )
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(
                 f"Parameter {name!r} has dtype {leaf.dtype}; only real floating-point "

@@ -9,138 +9,139 @@ import jax.numpy as jnp
 
 from curvadion_jax.dimension_numbers import _axes, _values
 from curvadion_jax.dimension_numbers._axes import BESIDE, Atom, Dims
-from curvadion_jax.dimension_numbers._reader import (
-    Reader,
-    Values,
-    activation,
-    handles,
-)
+from curvadion_jax.dimension_numbers._reader import Reader
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
     Output,
+    Tracked,
     Value,
+    Values,
     Weight,
+    activation,
     is_data,
     is_given,
     is_weight,
 )
 
-_ELEMENTWISE = """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil
-clamp complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv
-erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic
-lt max min mul ne neg nextafter not or pow real reduce_precision rem round rsqrt
-select_n sign sin sinh sqrt square sub tan tanh xor rev name shift_left
-shift_right_arithmetic shift_right_logical""".split()
-_IDENTITIES = """device_put layout_constraint mesh_cast optimization_barrier pcast pmax
-pmin psum psum_invariant pvary reshard sharding_constraint""".split()
+# Through these a sum of terms stays one, and through the others a product does too.
 _SUMS = set("add add_any convert_element_type copy neg select_n sub".split())
 _LINEAR = _SUMS | {"mul", "div"}
 
-
-@handles(*_IDENTITIES)
-def _identity(reader, equation, values, needed):
-    return values
+Shapes = Sequence[tuple[int, ...]]
+"""Of the operands."""
 
 
-@handles("stop_gradient")
-def _stop_gradient(reader, equation, values, needed):
-    """No gradient passes: what comes behind does not train what comes before."""
-    (value,) = values
-    kept = Value("data", is_indicator=value.is_indicator)
-    return [kept if is_data(value) else None]
+def identity(reader, equation, operands, needed):
+    """Returns the operands, as a sharding constraint does."""
+    return operands
 
 
-@handles(*_ELEMENTWISE)
-def _elementwise(reader, equation, values, needed):
-    name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+def stop_gradient(reader, equation, operands, needed):
+    """Makes data of an activation, and a constant of a parameter: none is trained."""
+    (value,) = operands
+    stopped = Value("data", is_indicator=value.is_indicator)
+    return [stopped if is_data(value) else None]
+
+
+def elementwise(reader, equation, operands, needed):
+    """Combines operands of one shape, or numbers with an array, by elements."""
     shapes = [reader.shape_of(atom) for atom in equation.invars]
-    operands = [
-        value and value.moved(lambda dims, s=s: _over(dims, s, shape))
-        for value, s in zip(values, shapes, strict=True)
+    new = equation.outvars[0].aval.shape
+    values = [
+        value and value.moved(lambda dims, old=old: _over(dims, old, new))
+        for value, old in zip(operands, shapes, strict=True)
     ]
-    # A factor stays one under products and sums, a term under sums alone.
-    tracked = [
-        x
-        for value in operands
-        if is_data(value)
-        for x in value.tracked
-        if not isinstance(x, Mixed) or name in (_LINEAR if x.is_factor else _SUMS)
-    ]
+    name = equation.primitive.name
     if name == "mul":
-        reader.follow_rows(operands)
+        reader.follow_rows(values)
     if name == "select_n" and is_given(values[0]):
-        _select(reader, operands[1:])
-    if not any(map(is_weight, operands)):
-        result = activation(operands, tracked)
-        is_indicator = _is_indicator(name, values, shapes, shape)
+        _select(reader, values[1:])
+    if not any(map(is_weight, values)):
+        result = activation(values, _still_tracked(name, values))
+        is_indicator = _is_indicator(equation, values, shapes)
         return [dataclasses.replace(result, is_indicator=is_indicator)]
-    if not _mixes(operands, shapes, shape):
-        parts = _parts(reader, equation, operands, shape)
-        if jnp.iscomplexobj(equation.outvars[0].aval):
-            parts = tuple(x.lose("complex arithmetic") for x in parts)
-        return [Value("weight", parts).moved(_masked(operands, shapes))]
-    for value, s in zip(operands, shapes, strict=True):
-        for x in value.weights if value else ():
-            reader.meet(equation, x, f"{name} with data", math.prod(s) == 1)
-            if name in _LINEAR and len(x.all_axes) > 1:
-                tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
-    return [activation(operands, tracked)]
+    if _mixes(equation, values, shapes):
+        return [_mixed(reader, equation, values, shapes)]
+    parts = _parts(reader, equation, values)
+    if jnp.iscomplexobj(equation.outvars[0].aval):
+        parts = [x.lose("complex arithmetic") for x in parts]
+    return [Value("weight", tuple(parts)).moved(_masked(values, shapes))]
 
 
-def _select(reader: Reader, cases: Values) -> None:
-    """Notes that a condition selects among places of an output axis."""
-    every = [value.outputs if value else () for value in cases]
-    for x in every[0]:
-        for other in (y for outputs in every[1:] for y in outputs):
-            if x.use == other.use:
-                reader.tell(x, x.taken & other.taken, "selected")
-
-
-def _is_indicator(
-    name: str, values: Values, shapes: Sequence[Any], shape: Any
-) -> bool | None:
-    """Whether the result tells which numbers are equal; None if it may."""
-    if name == "eq":
-        return True
-    if name == "convert_element_type":
-        return values[0].is_indicator if values[0] else False
-    if name not in _LINEAR:
-        return False
-    # One-hot vectors that are masked or smoothed still look rows up. What is repeated
-    # is a mask itself, and so is what chooses among cases.
-    operands = list(zip(values, shapes, strict=True))[name == "select_n" :]
-    are_whole = [x for x, s in operands if x and math.prod(s) == math.prod(shape)]
-    return None if any(x.is_indicator is not False for x in are_whole) else False
-
-
-def _over(dims, old, new):
-    """Dims of an operand over the result's shape: a number is repeated everywhere."""
+def _over(dims: Dims, old: Sequence[int], new: Sequence[int]) -> Dims:
+    """Dims of an operand in the result's shape: a number is repeated everywhere."""
     places = range(len(old)) if len(old) == len(new) else ()
     return _axes.broadcast(dims, old, new, places)
 
 
-def _mixes(operands: Values, shapes: Sequence[Any], shape: Any) -> bool:
+def _mixes(equation: Any, values: Values, shapes: Shapes) -> bool:
     """Whether data are mixed into parameters, other than as a mask or a number.
 
-    An activation is no mask. Inputs of the loss are data if they vary along an axis
+    An activation is no mask. Inputs of the loss are none if they vary along an axis
     along which no parameter does, such as a batch.
     """
-    weights = [x for value in operands if is_weight(value) for x in value.weights]
+    shape, weights = equation.outvars[0].aval.shape, _values.weights_of(values)
     covered = set().union(*(x.covered for x in weights))
-    for value, s in zip(operands, shapes, strict=True):
-        if not is_data(value) or math.prod(s) == 1 < math.prod(shape):
+    for value, own in zip(values, shapes, strict=True):
+        if not is_data(value) or math.prod(own) == 1 < math.prod(shape):
             continue
         if value.kind == "activation" or any(x.is_lost for x in weights):
             return True
-        if any(n > 1 and d not in covered for d, n in enumerate(s)):
+        if any(n > 1 and d not in covered for d, n in enumerate(own)):
             return True
     return False
 
 
-def _masked(operands: Values, shapes: Sequence[Any]) -> Callable[[Dims], Dims]:
-    """How axes lie behind a mask: along an axis of the mask nothing is repeated."""
-    masks = zip(operands, shapes, strict=True)
-    varied = {d for x, s in masks if not is_weight(x) for d, n in enumerate(s) if n > 1}
+def _mixed(reader: Reader, equation: Any, values: Values, shapes: Shapes) -> Value:
+    """Data combined with parameters."""
+    name = equation.primitive.name
+    tracked = _still_tracked(name, values)
+    for value, own in zip(values, shapes, strict=True):
+        for x in value.weights if value else ():
+            reader.meet(equation, x, f"{name} with data", math.prod(own) == 1)
+            if name in _LINEAR and len(x.all_axes) > 1:
+                tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
+    return activation(values, tracked)
+
+
+def _still_tracked(name: str, values: Values) -> list[Tracked]:
+    """What is tracked in data, and still is in the result.
+
+    A factor stays a factor under products and sums, a term under sums alone.
+    """
+    return [
+        x
+        for value in values
+        if is_data(value)
+        for x in value.tracked
+        if not isinstance(x, Mixed) or name in (_LINEAR if x.is_factor else _SUMS)
+    ]
+
+
+def _parts(reader: Reader, equation: Any, values: Values) -> list[Weight]:
+    """The parameters of a weight, less those that only scale or shift another one."""
+    parts = _values.merged(_values.weights_of(values))
+    long = {d for d, n in enumerate(equation.outvars[0].aval.shape) if n > 1}
+    whole = {x.parameter for x in parts if not x.is_lost and x.covered >= long}
+    kept = []
+    for x in parts:
+        if not whole or x.parameter in whole or x.is_lost:
+            kept.append(x)
+        else:
+            why = "scales or shifts another parameter"
+            reader.record(equation, x.parameter, "elementwise", why, stack=x.stack)
+    return kept
+
+
+def _masked(values: Values, shapes: Shapes) -> Callable[[Dims], Dims]:
+    """How axes lie behind a mask: along its axes nothing is repeated any more.
+
+    As in ``jnp.diag(scale)``, which repeats a vector and masks all but the diagonal.
+    """
+    masks = [
+        own for value, own in zip(values, shapes, strict=True) if not is_weight(value)
+    ]
+    varied = {d for own in masks for d, n in enumerate(own) if n > 1}
 
     def move(dims):
         return tuple(
@@ -151,26 +152,35 @@ def _masked(operands: Values, shapes: Sequence[Any]) -> Callable[[Dims], Dims]:
     return move
 
 
-def _parts(reader: Reader, equation: Any, operands: Values, shape: Any):
-    """The parameters of a value, less those that only scale or shift another one."""
-    parts = _values.merged(x for value in operands if value for x in value.weights)
-    long = {d for d, n in enumerate(shape) if n > 1}
-    whole = {x.parameter for x in parts if not x.is_lost and x.covered >= long}
-    kept = []
-    for x in parts:
-        if not whole or x.parameter in whole or x.is_lost:
-            kept.append(x)
-        else:
-            why = "scales or shifts another parameter"
-            reader.record(equation, x.parameter, "elementwise", why, stack=x.stack)
-    return tuple(kept)
+def _is_indicator(equation: Any, values: Values, shapes: Shapes) -> bool | None:
+    """Whether the result tells which numbers are equal; None if it may."""
+    name = equation.primitive.name
+    if name == "eq":
+        return True
+    if name == "convert_element_type":
+        return values[0].is_indicator if values[0] else False
+    if name not in _LINEAR:
+        return False
+    # One-hot vectors that are masked or smoothed still look rows up. But what is
+    # repeated to this shape is a mask itself, and so is what chooses among cases.
+    size = math.prod(equation.outvars[0].aval.shape)
+    pairs = list(zip(values, shapes, strict=True))[name == "select_n" :]
+    whole = [value for value, own in pairs if value and math.prod(own) == size]
+    return None if any(x.is_indicator is not False for x in whole) else False
 
 
-@handles(
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"
-)
-def _reduce(reader, equation, values, needed):
-    name, value = equation.primitive.name, values[0]
+def _select(reader: Reader, cases: Values) -> None:
+    """Notes that a condition chooses among places of a product's output axis."""
+    first, *others = [value.outputs if value else () for value in cases]
+    for x in first:
+        for y in (y for outputs in others for y in outputs):
+            if x.use == y.use:
+                reader.tell(x, x.taken & y.taken, "selected")
+
+
+def reduce(reader, equation, operands, needed):
+    """Sums over axes, or takes their largest, smallest or product."""
+    name, value = equation.primitive.name, operands[0]
     summed, is_sum = equation.params["axes"], name == "reduce_sum"
     rest = [d for d in range(len(equation.invars[0].aval.shape)) if d not in summed]
     keep = lambda dims: tuple(dims[d] for d in rest)

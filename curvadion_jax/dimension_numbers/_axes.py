@@ -1,9 +1,9 @@
 """Where the axes of a parameter lie within a value that is made of it.
 
-A value's axis consists of *atoms*, from the first factor to the last: after a reshape
-of [D, heads, head_dim] to [D, heads * head_dim] the second axis has the atoms (axis 1,
-heads) and (axis 2, head_dim). Reshapes, transpositions and slices of values are
-functions of their atoms.
+An axis of a value is a product of *atoms*, the slowest one first. A parameter of shape
+[D, heads, size] is a value with one atom on each axis: ((0, D),), ((1, heads),) and
+((2, size),). Reshaped to [D, heads * size] its second axis has two atoms, ((1, heads),
+(2, size)). Transpositions, reshapes and slices are functions of the atoms alone.
 """
 
 import math
@@ -17,9 +17,10 @@ class Atom(NamedTuple):
     """A factor of an axis of a value.
 
     Attributes:
-      axis: of the parameter; `REPEATED` if the value is the same all along it, and
-        `BESIDE` if several values lie side by side there.
-      size: how long; None if not all of the axis is there, or something beside it.
+      axis: the parameter's axis; or `REPEATED` if the value is the same all along it,
+        and `BESIDE` if several values lie side by side.
+      size: its length; None if a part of the axis is missing, or lies beside other
+        values.
     """
 
     axis: int
@@ -28,13 +29,15 @@ class Atom(NamedTuple):
 
 Dim = tuple[Atom, ...]
 Dims = tuple[Dim, ...]
-"""For each axis of a value its atoms; none for an axis of length 1."""
+"""The atoms of each axis of a value. An axis of length 1 has none."""
 Shape = Sequence[int]
 Axes = frozenset[int]
+"""Some axes of a parameter."""
+NONE: Axes = frozenset()
 
 
 def of_parameter(shape: Shape) -> Dims:
-    """A value that is the parameter itself."""
+    """The dims of a value that is the parameter itself."""
     return tuple((Atom(d, n),) if n > 1 else () for d, n in enumerate(shape))
 
 
@@ -50,16 +53,18 @@ def axes_at(dims: Dims, places: Iterable[int]) -> Axes:
 
 
 def is_repeated(dim: Dim) -> bool:
+    """Whether the value is the same all along an axis longer than 1."""
     return bool(dim) and all(atom.axis == REPEATED for atom in dim)
 
 
 def cut(dim: Dim) -> Dim:
-    """An axis of which a part is left, or that has something beside it."""
-    return tuple(Atom(atom.axis, None) for atom in dim)
+    """An axis of which a part is left, or that other values lie beside."""
+    # Each axis once: in a loop the atoms would become more with every pass.
+    return tuple(dict.fromkeys(Atom(atom.axis, None) for atom in dim))
 
 
 def resized(dims: Dims, old: Shape, new: Shape) -> Dims:
-    """After a slice, a padding or a division among devices, of equally many axes."""
+    """After a slice or a padding, or among devices that have a part each."""
 
     def change(dim, before, after):
         if before == after:
@@ -81,8 +86,14 @@ def broadcast(dims: Dims, old: Shape, new: Shape, places: Sequence[int]) -> Dims
 
 
 def reshaped(dims: Dims, old: Shape, new: Shape) -> Dims:
-    """After a reshape: axes are split and merged in groups of equal size."""
+    """After a reshape.
+
+    From the first axis on, the shortest runs of old and new axes that have the same
+    number of elements correspond: [6, 4] -> [2, 3, 4] has [6] -> [2, 3], [4] -> [4].
+    """
     result: list[Dim] = [()] * len(new)
+    if 0 in old:
+        return tuple(result)
     before = [d for d, n in enumerate(old) if n != 1]
     after = [d for d, n in enumerate(new) if n != 1]
     while before and after:
@@ -117,13 +128,14 @@ def _size(shape: Shape, places: Iterable[int]) -> int:
 
 
 def _divided(atoms: list[Atom], sizes: list[int]) -> list[Dim]:
-    """Divides atoms among axes of these sizes.
+    """Divides atoms among axes of these sizes, the first atoms to the first axis.
 
-    Where they do not divide evenly, or were cut, each axis may have a part of all.
+    An atom may be split. If they do not divide evenly, or a size is not known, every
+    axis may have a part of each.
     """
     if len(sizes) == 1:
         return [tuple(atoms)]
-    anywhere = [tuple(dict.fromkeys(cut(tuple(atoms))))] * len(sizes)
+    anywhere = [cut(tuple(atoms))] * len(sizes)
     rest, result = list(atoms), []
     for size in sizes:
         dim = []

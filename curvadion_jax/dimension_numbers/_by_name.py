@@ -1,7 +1,7 @@
 """The short rule, without a loss: it takes what is certain, and asks about the rest.
 
-Names and shapes rarely tell what an array is. The kernel of a dense layer of Flax does,
-and Haiku's `w` by the bias beside it. Nothing else is guessed.
+Names and shapes rarely tell what an array is. Two names do: the `kernel` of a dense
+layer of Flax, and the `w` of Haiku if the bias next to it tells its outputs.
 """
 
 from __future__ import annotations
@@ -36,22 +36,27 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def by_name(params: Any) -> Partition:
-    """Finds the matrices that cannot be mistaken, and warns of what it cannot tell.
+    """Finds the matrices that cannot be mistaken, by name and shape.
 
-    A matrix is a `kernel` of two axes, (fan_in, fan_out) as in Flax, or such a `w` of
-    Haiku whose bias has the length of one side only, unless a name in its path may be
-    that of a table, a norm, a convolution or a head, its length is a vocabulary's, or
-    it may be a stack of vectors. This is what ``dimension_numbers=None`` means; of what
-    it asks about, :func:`from_loss` answers most.
+    This is what ``dimension_numbers=None`` means. Prefer :func:`from_loss`, which
+    answers most of what this rule asks about.
+
+    A matrix is a `kernel` of two axes, (fan_in, fan_out) as in Flax, or a `w` of Haiku
+    whose bias has the length of its outputs alone. The rule asks about it if its path
+    may belong to a table, norm, convolution or head, if a side may be a vocabulary, or
+    if it may be a stack of vectors.
 
     Args:
       params: any tree of arrays or abstract values.
 
     Returns:
-      The partition, in which the other optimizer trains what is asked about.
+      A :class:`Partition`. The other optimizer trains what is asked about.
+
+    Raises:
+      TypeError: if a parameter is no array.
 
     Warns:
-      PartitionWarning: with the parameters that are asked about.
+      PartitionWarning: if there are parameters that are asked about.
 
     Example:
       >>> from jax.numpy import ones
@@ -67,7 +72,8 @@ def by_name(params: Any) -> Partition:
 
 
 def find(params: Any) -> Partition:
-    """The same without a warning."""
+    """As `by_name`, without a warning."""
+    _trees.check_arrays(params)
     shapes = {path: tuple(x.shape) for path, x in _trees.leaves_with_path(params)}
     kernels = _kernels(shapes)
 

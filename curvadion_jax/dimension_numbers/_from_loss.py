@@ -6,22 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from curvadion_jax import _trees
-
-# What each primitive does is said in these.
-from curvadion_jax.dimension_numbers import (
-    _arithmetic,  # noqa: F401
-    _axes,
-    _control_flow,  # noqa: F401
-    _moves,  # noqa: F401
-    _partition,
-    _products,  # noqa: F401
-    _verdict,
-)
+from curvadion_jax.dimension_numbers import _axes, _partition, _verdict
 from curvadion_jax.dimension_numbers._partition import DimensionNumbers, Partition
+from curvadion_jax.dimension_numbers._primitives import HANDLERS
 from curvadion_jax.dimension_numbers._reader import Reader
-from curvadion_jax.dimension_numbers._values import Use, Value, Weight
+from curvadion_jax.dimension_numbers._uses import Use
+from curvadion_jax.dimension_numbers._values import Value, Weight
 from curvadion_jax.mesh import _rows
 
 
@@ -34,37 +27,42 @@ def from_loss(
 ) -> Partition:
     """Reads from a loss which of its parameters are matrices, and along which axes.
 
-    The loss is traced once with `jax.make_jaxpr`, and every parameter is followed to
-    the equations that use it; nothing is computed, and no name is looked at. A product
-    with data makes a matrix: the axes that it sums over are its inputs, the others its
-    outputs, heads included; scanned axes and experts count matrices. Embeddings, output
-    heads, convolutions, vectors and what is only added or multiplied are left to the
-    other optimizer. What the program does not tell is *asked about*: the other
-    optimizer trains it, and a warning names it.
+    The loss is traced once with `jax.make_jaxpr`, and nothing is computed. Each
+    parameter is followed to the operations that use it; its name does not matter.
+
+    A parameter that is multiplied with data is a matrix. The axes that the product sums
+    over are its inputs, the others its outputs, heads included. Scanned layers and
+    experts are stacks of matrices. The other optimizer trains embeddings, output heads,
+    convolutions, vectors, and what is only added or multiplied by elements. It also
+    trains what the program does not tell: a warning names these parameters, and
+    `answers` decides about them.
 
     Args:
       loss_fn: the training loss of one replica, called as ``loss_fn(params, *args,
         **kwargs)``. It returns a scalar, or a tuple that begins with one, as for
         `jax.value_and_grad` with ``has_aux=True``.
-      params: any tree of arrays or `jax.ShapeDtypeStruct`, without rows: those that the
-        optimizer trains.
-      *args: such as a batch of two examples or more, as arrays or abstract values. What
-        is no array is given to the loss as it is.
-      answers: dimension numbers, or None for the other optimizer, by a parameter's path
-        or a part of paths such as ``'mlp/gate'``. They replace what is read.
+      params: the parameters that the optimizer trains, of one replica: any tree of
+        arrays or `jax.ShapeDtypeStruct`.
+      *args: what else the loss takes, such as a batch of two examples or more. Arrays
+        may be abstract, too; other objects are given to the loss as they are.
+      answers: decisions that replace what is read: a dictionary from a parameter's
+        path, or a part of paths such as ``'mlp/gate'``, to its dimension numbers, or to
+        None for the other optimizer.
       **kwargs: for the loss, like `args`.
 
     Returns:
-      A :class:`Partition`, to be passed as ``dimension_numbers=``. Print it to see what
-      each parameter is, and the line that says so.
+      A :class:`Partition`, for the optimizer's ``dimension_numbers=``. Printed, it says
+      what each parameter is, and which line of the program uses it.
 
     Raises:
-      ValueError: if `loss_fn` is a gradient, if no parameter reaches the loss, if
-        parameters have rows, if the loss names a mesh axis that is not there, or if no
-        parameter has the path of an answer.
+      ValueError: if `loss_fn` returns a gradient or new parameters, if no parameter
+        reaches the loss, if parameters have a row for each replica, if the loss
+        communicates over a mesh axis, or if an answer fits no parameter.
+      TypeError: if `loss_fn` is no function, a parameter no array, or an answer no
+        dimension numbers.
 
     Warns:
-      PartitionWarning: of the parameters that are asked about.
+      PartitionWarning: if there are parameters about which the program does not tell.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,28 +77,24 @@ def from_loss(
       >>> partition(params)["up"]
       MuonDimensionNumbers(reduction_axis=0, output_axis=1)
     """
+    _check(loss_fn, params)
     named = _trees.leaves_with_path(params)
-    if any(_rows.has_rows(leaf) for _, leaf in named):
-        raise ValueError(
-            "The parameters have a row for each replica. Give from_loss those of one "
-            "replica, as before replicas.replicate."
-        )
-    program, given, is_loss = _trace(loss_fn, params, args, kwargs)
-    reader = Reader(program)
     shapes = [tuple(leaf.shape) for _, leaf in named]
-    inputs = [
+    program, is_loss = _trace(loss_fn, params, args, kwargs)
+    weights = [
         Value("weight", (Weight(_axes.of_parameter(shape), number),))
         for number, shape in enumerate(shapes)
     ]
-    inputs += [Value("data")] * given
-    reader.end(reader.read(program, inputs, is_loss))
+    data = [Value("data")] * (len(program.invars) - len(weights))
+    reader = Reader(program, HANDLERS)
+    reader.end(reader.read(program, [*weights, *data], is_loss))
     uses: list[list[Use]] = [[] for _ in named]
     for use in reader.facts.uses:
         uses[use.parameter].append(use)
     if not any(uses):
         raise ValueError(
-            "No parameter reaches the loss. loss_fn must compute it from its first "
-            "argument, and not from parameters that it holds."
+            "No parameter reaches the loss, the first result of loss_fn. Compute it "
+            "from the first argument, and not from parameters that loss_fn holds."
         )
     findings = [
         _verdict.finding(path, shape, uses[number], reader.facts)
@@ -111,10 +105,26 @@ def from_loss(
     return Partition(findings)
 
 
-def _trace(loss_fn, params, args, kwargs) -> tuple[Any, int, list[bool]]:
-    """The loss's jaxpr, how many arrays it has besides parameters, and its results.
+def _check(loss_fn: Any, params: Any) -> None:
+    """Rejects what is no function, and parameters that are not those of one replica."""
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is of type {type(loss_fn).__name__}, and no function. Call "
+            "from_loss(loss_fn, params, batch)."
+        )
+    _trees.check_arrays(params)
+    if any(_rows.has_rows(leaf) for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "The parameters have a row for each replica. Give from_loss those of one "
+            "replica, as before replicas.replicate."
+        )
 
-    Of a tuple that begins with a scalar the rest does not matter: it has no gradient.
+
+def _trace(loss_fn, params, args, kwargs) -> tuple[Jaxpr, list[bool]]:
+    """The loss's jaxpr, and which of its results are the loss.
+
+    Its variables are the parameters, then all other arrays. After a scalar the further
+    results of a tuple have no gradient.
     """
     leaves, tree = jax.tree.flatten(params)
     others, rest = jax.tree.flatten((args, kwargs))
@@ -131,21 +141,24 @@ def _trace(loss_fn, params, args, kwargs) -> tuple[Any, int, list[bool]]:
 
     arrays = [x for is_one, x in zip(is_array, others, strict=True) if is_one]
     try:
-        closed, shapes = jax.make_jaxpr(loss, return_shape=True)(leaves, arrays)
+        closed, results = jax.make_jaxpr(loss, return_shape=True)(leaves, arrays)
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        _, unbound, axis = str(error).partition("unbound axis name: ")
+        if not unbound:
             raise
         raise ValueError(
-            f"The loss communicates over a mesh axis that is not there: {error}. Give "
-            "from_loss the loss without it, or map it: jax.vmap(loss_fn, (None, 0), "
-            "axis_name=...), with a batch that has one axis more."
+            f"The loss communicates over a mesh axis, {axis.split('.')[0]!r}, that is "
+            "not there. Give from_loss the loss without it, or map it: jax.vmap("
+            "loss_fn, (None, 0), axis_name=...), with a batch that has one axis more."
         ) from error
-    results = jax.tree.leaves(shapes)
-    if len(leaves) > 1 and jax.tree.structure(shapes) == tree:
+    first = results[0] if isinstance(results, tuple) and results else results
+    shapes = [x.shape for x in jax.tree.leaves(first)]
+    is_scalar = all(shape == () for shape in shapes)
+    if not is_scalar and shapes == [leaf.shape for leaf in leaves]:
         raise ValueError(
-            "loss_fn returns a tree like the parameters. Give the loss, and not its "
-            "gradient."
+            "loss_fn returns arrays like the parameters. Give the loss, and not its "
+            "gradient, nor a step of training."
         )
-    is_tuple = isinstance(shapes, tuple) and results and results[0].shape == ()
-    is_loss = [not is_tuple or i == 0 for i in range(len(results))]
-    return closed.jaxpr, len(arrays), is_loss
+    number = len(jax.tree.leaves(results))
+    is_tuple = isinstance(results, tuple) and is_scalar and len(shapes) == 1
+    return closed.jaxpr, [not is_tuple or i == 0 for i in range(number)]

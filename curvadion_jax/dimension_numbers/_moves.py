@@ -2,116 +2,95 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
-from curvadion_jax.dimension_numbers._axes import BESIDE, Atom
-from curvadion_jax.dimension_numbers._reader import (
-    Reader,
-    Values,
-    activation,
-    handles,
-    look_up,
-    unknown,
-)
+from curvadion_jax.dimension_numbers._axes import BESIDE, NONE, Atom
+from curvadion_jax.dimension_numbers._reader import Reader, unknown
 from curvadion_jax.dimension_numbers._values import (
-    NONE,
     Mixed,
     Output,
     Value,
+    Values,
     Weight,
+    activation,
     is_data,
-    is_given,
     is_weight,
 )
 
 
-@handles("transpose")
-def _transpose(reader, equation, values, needed):
+def transpose(reader, equation, operands, needed):
     order = equation.params["permutation"]
-    return [values[0].moved(lambda dims: tuple(dims[d] for d in order))]
+    return [operands[0].moved(lambda dims: tuple(dims[d] for d in order))]
 
 
-@handles("reshape", "squeeze", "expand_dims")
-def _reshape(reader, equation, values, needed):
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+def reshape(reader, equation, operands, needed):
+    """Reshapes; output axes of a product that it merges are one side of a matrix."""
+    old, new = _shapes(equation)
     move = lambda dims: _axes.reshaped(dims, old, new)
-    for x in values[0].outputs:
+    for x in operands[0].outputs:
         dims = move(x.dims)
         for d in range(len(new)):
             if len(merged := _axes.axes_at(dims, [d])) > 1:
                 reader.tell(x, merged, "joined")
         # A shift of every row against the others, as of relative positions.
         reader.tell(x, _axes.torn(x.dims, dims), "selected")
-    return [values[0].moved(move)]
+    return [operands[0].moved(move)]
 
 
-@handles("broadcast_in_dim")
-def _broadcast_in_dim(reader, equation, values, needed):
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+def broadcast_in_dim(reader, equation, operands, needed):
+    old, new = _shapes(equation)
     places = equation.params["broadcast_dimensions"]
-    value = values[0].moved(lambda dims: _axes.broadcast(dims, old, new, places))
+    value = operands[0].moved(lambda dims: _axes.broadcast(dims, old, new, places))
     if math.prod(old) < math.prod(new):  # a mask, and not one-hot vectors
         value = dataclasses.replace(value, is_indicator=False)
     return [value]
 
 
-@handles("tile")
-def _tile(reader, equation, values, needed):
-    reps, old = equation.params["reps"], equation.invars[0].aval.shape
+def tile(reader, equation, operands, needed):
+    reps, (old, _) = equation.params["reps"], _shapes(equation)
 
     def move(dims):
         places = zip(dims, reps, old, strict=True)
         return tuple(_axes.repeated(r) + dim if n else dim for dim, r, n in places)
 
-    return [values[0].moved(move)]
+    return [operands[0].moved(move)]
 
 
-@handles("all_gather")
-def _all_gather(reader, equation, values, needed):
+def gathered_parts(reader, equation, operands, needed):
+    """Gathers the parts of sharded axes, inside of a `shard_map`."""
     if not equation.params["tiled"]:
-        return unknown(reader, equation, values, needed)
-    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return [values[0].moved(lambda dims: _axes.resized(dims, *shapes))]
+        return unknown(reader, equation, operands, needed)
+    shapes = _shapes(equation)
+    return [operands[0].moved(lambda dims: _axes.resized(dims, *shapes))]
 
 
-@handles("slice")
-def _slice(reader, equation, values, needed):
-    shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return [cut(reader, equation, values[0], *shapes)]
+def slice_(reader, equation, operands, needed):
+    return [cut(reader, equation, operands[0], *_shapes(equation))]
 
 
-@handles("dynamic_slice")
-def _dynamic_slice(reader, equation, values, needed):
-    value, *places = values
-    if value is None:  # constants, at a place that data say
-        return unknown(reader, equation, values, needed)
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
-    reader.select(value, [d for d in picked if places[d] and is_given(places[d])])
-    if not (is_weight(value) and any(map(is_data, places))):
-        return _slice(reader, equation, values, needed)
-    move = lambda dims: _axes.resized(dims, old, new)
-    return [look_up(reader, equation, value, move, picked, by_data=True)]
-
-
-@handles("split")
-def _split(reader, equation, values, needed):
-    old = equation.invars[0].aval.shape
+def split(reader, equation, operands, needed):
+    old, _ = _shapes(equation)
     shapes = [variable.aval.shape for variable in equation.outvars]
-    return [cut(reader, equation, values[0], old, new) for new in shapes]
+    return [cut(reader, equation, operands[0], old, new) for new in shapes]
 
 
-@handles("unstack")
-def _unstack(reader, equation, values, needed):
-    old, axis = equation.invars[0].aval.shape, equation.params["axis"]
-    part = cut(reader, equation, values[0], old, (*old[:axis], 1, *old[axis + 1 :]))
+def unstack(reader, equation, operands, needed):
+    (old, _), axis = _shapes(equation), equation.params["axis"]
+    part = cut(reader, equation, operands[0], old, (*old[:axis], 1, *old[axis + 1 :]))
     part = part.moved(lambda dims: (*dims[:axis], *dims[axis + 1 :]))
     return [part] * len(equation.outvars)
 
 
-def cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Value:
-    """A part of a value. An axis of which one place is left is one of a stack."""
+def cut(
+    reader: Reader,
+    equation: Any,
+    value: Value,
+    old: Sequence[int],
+    new: Sequence[int],
+) -> Value:
+    """A part of a value. An axis of which one place is left counts matrices."""
     picked = [d for d, n in enumerate(new) if n == 1 < old[d]]
     tracked = []
     for x in value.tracked:
@@ -128,36 +107,46 @@ def cut(reader: Reader, equation: Any, value: Value, old: Any, new: Any) -> Valu
     return dataclasses.replace(value, tracked=tuple(tracked))
 
 
-@handles("pad")
-def _pad(reader, equation, values, needed):
-    if values[0] is None or is_data(values[1]):
-        return unknown(reader, equation, values, needed)
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    return [values[0].moved(lambda dims: _axes.resized(dims, old, new))]
+def pad(reader, equation, operands, needed):
+    value, padding = operands
+    if value is None or is_data(padding):
+        return unknown(reader, equation, operands, needed)
+    old, new = _shapes(equation)
+
+    # In the padding a parameter is not repeated.
+    beside = (Atom(BESIDE, None),) if is_weight(value) else None
+
+    def pad_one(dim, before, after):
+        is_beside = before != after and _axes.is_repeated(dim)
+        return beside if beside and is_beside else dim
+
+    def move(dims):
+        resized = _axes.resized(dims, old, new)
+        return tuple(map(pad_one, resized, old, new))
+
+    return [value.moved(move)]
 
 
-@handles("concatenate")
-def _concatenate(reader, equation, values, needed):
-    return [_beside(reader, equation, values, equation.params["dimension"])]
+def concatenate(reader, equation, operands, needed):
+    return [_beside(reader, equation, operands, equation.params["dimension"])]
 
 
-@handles("stack")
-def _stack(reader, equation, values, needed):
+def stack(reader, equation, operands, needed):
     axis = equation.params["axis"]
     put = lambda dims: (*dims[:axis], (), *dims[axis:])
-    return [_beside(reader, equation, [x and x.moved(put) for x in values], axis)]
+    return [_beside(reader, equation, [x and x.moved(put) for x in operands], axis)]
 
 
-def _beside(reader: Reader, equation: Any, values: Values, axis: int) -> Value:
+def _beside(reader: Reader, equation: Any, operands: Values, axis: int) -> Value:
     """Values side by side along an axis."""
 
     def join(dims):
         beside = _axes.cut(dims[axis]) or (Atom(BESIDE, None),)
         return (*dims[:axis], beside, *dims[axis + 1 :])
 
-    moved = [value and value.moved(join) for value in values]
-    weights = [x for value in moved if is_weight(value) for x in value.weights]
-    if not any(map(is_data, values)):
+    moved = [value and value.moved(join) for value in operands]
+    weights = _values.weights_of(moved)
+    if not any(map(is_data, operands)):
         return Value("weight", _values.merged(weights))
     for x in weights:
         reader.meet(equation, x, "put beside activations")
@@ -168,9 +157,14 @@ def _beside(reader: Reader, equation: Any, values: Values, axis: int) -> Value:
     return activation(moved, kept)
 
 
-@handles("dynamic_update_slice")
-def _dynamic_update_slice(reader, equation, values, needed):
-    into, update = values[:2]
+def dynamic_update_slice(reader, equation, operands, needed):
+    """Writes a part; of parameters it is not known which part is left."""
+    into, update = operands[:2]
     if any(map(is_weight, (into, update))) or not (into or update):
-        return unknown(reader, equation, values, needed)
+        return unknown(reader, equation, operands, needed)
     return [activation([into, update])]
+
+
+def _shapes(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the first operand and of the first result."""
+    return equation.invars[0].aval.shape, equation.outvars[0].aval.shape

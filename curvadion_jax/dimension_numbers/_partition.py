@@ -15,19 +15,23 @@ DimensionNumbers = optax.contrib.MuonDimensionNumbers
 
 
 class PartitionWarning(UserWarning):
-    """Whether a parameter is a matrix, or along which axes, is not known."""
+    """Nothing tells whether some parameters are matrices, or along which axes.
+
+    The message names each of them, says why, and prints what to pass.
+    """
 
 
 class Finding(NamedTuple):
     """What is known of one parameter.
 
     Attributes:
-      path: such as ``'layers/attention/kernel'``.
+      path: the names along its path, such as ``'layers/attention/kernel'``.
       shape: of the parameter.
-      kind: ``'matrix'``; ``'asked'`` if it is not known; otherwise what it is instead,
-        such as ``'head'``, ``'table'`` or ``'vector'``.
-      numbers: the axes of a matrix; None sends a parameter to the other optimizer.
-      why: the evidence in a few words, and the line of the program that has it.
+      kind: ``'matrix'``; ``'asked'`` if it is not known; or what it is instead:
+        ``'head'``, ``'table'``, ``'tied'`` for both, ``'convolution'``, ``'vector'``,
+        ``'elementwise'``, ``'unused'``, or ``'other'`` by an answer.
+      numbers: the axes of a matrix; None if the other optimizer trains the parameter.
+      why: the reason in a few words, and the line of the program.
     """
 
     path: str
@@ -41,9 +45,10 @@ class Finding(NamedTuple):
 class Partition:
     """Which parameters are matrices, along which axes, and why.
 
-    It is a function from parameters to a tree of `optax.contrib.MuonDimensionNumbers`
-    and None, so it fits wherever ``dimension_numbers=`` does, and Optax's own Muon. It
-    may be called with a part of the parameters, as inside of `optax.masked`.
+    Pass it to an optimizer as ``dimension_numbers=``, or to `optax.contrib.muon` as
+    ``muon_weight_dimension_numbers=``: it is a function from parameters to a tree of
+    `optax.contrib.MuonDimensionNumbers` and None. It may be called with a part of the
+    parameters, as within `optax.masked`. Printed, it has one line for each parameter.
 
     Attributes:
       findings: one for each parameter, in the order of the leaves.
@@ -61,22 +66,21 @@ class Partition:
     findings: tuple[Finding, ...]
 
     def __call__(self, params: Any) -> Any:
-        """The dimension numbers of these parameters, in a tree of their structure.
+        """The dimension numbers of parameters, in a tree of their structure.
+
+        Args:
+          params: arrays or abstract values with the paths and shapes of `findings`; all
+            of them, or a part.
 
         Raises:
-          ValueError: if a parameter has another path or shape than those that the
-            partition was made of.
+          ValueError: if the partition has no such path, or another shape for it.
           TypeError: if it is called with a step number, as a schedule is.
         """
         found = self.of(params)
         return as_tree(params, [each.numbers for each in found])
 
     def of(self, params: Any) -> list[Finding]:
-        """The findings of these parameters, in the order of the leaves.
-
-        Raises:
-          ValueError: as by a call.
-        """
+        """The findings of parameters, in the order of the leaves; raises as a call."""
         known = {found.path: found for found in self.findings}
         result = []
         for path, leaf in _trees.leaves_with_path(params):
@@ -91,8 +95,9 @@ class Partition:
                 has = f"shape {found.shape}" if found else "no such parameter"
                 raise ValueError(
                     f"Parameter {path!r} has shape {shape}, the partition has {has}. "
-                    "Make the partition of the parameters that are trained, without "
-                    "rows: dimension_numbers.from_loss(loss_fn, params, batch)."
+                    "Make the partition of the parameters that are trained, those of "
+                    "one replica without rows: "
+                    "cd.dimension_numbers.from_loss(loss_fn, params, batch)."
                 )
             result.append(found)
         return result
@@ -136,6 +141,11 @@ def with_answers(
       TypeError: if an answer is neither dimension numbers nor None.
       ValueError: if no parameter has the path, or not these axes.
     """
+    if not isinstance(answers, Mapping | None):
+        raise TypeError(
+            f"answers is {answers!r:.80}. Give a dictionary from paths, or parts of "
+            "paths, to dimension numbers or None."
+        )
     found = {each.path: each for each in findings}
     for part, numbers in (answers or {}).items():
         if not isinstance(numbers, DimensionNumbers | None):
@@ -159,20 +169,25 @@ def with_answers(
 
 
 def _check(path: str, shape: tuple[int, ...], numbers: DimensionNumbers) -> None:
+    """Rejects axes that a parameter of this shape does not have."""
     try:
         _matrix_view.make_view(shape, *numbers)
     except ValueError as error:
-        raise ValueError(f"The answer for {path!r}: {error}") from error
+        wrong = str(error).partition(". ")[0]
+        raise ValueError(
+            f"The answer for {path!r}, of shape {shape}, does not fit: {wrong}. "
+            "Give the axes of its inputs and of its outputs, or None."
+        ) from error
 
 
 def warn(
     findings: Sequence[Finding], line: str | None = None, stacklevel: int = 3
 ) -> None:
-    """Warns once of all parameters that are asked about; of none if none is.
+    """Warns of all parameters that are asked about, in one warning or none.
 
     Args:
       findings: one for each parameter.
-      line: what the user is to pass. None means the answers to `from_loss`.
+      line: what the user should pass. None means the answers to `from_loss`.
       stacklevel: as for `warnings.warn`; 3 is the caller of this function's caller.
     """
     asked = [each for each in findings if each.kind == "asked"]
@@ -203,9 +218,9 @@ def as_argument(answers: Mapping[str, DimensionNumbers | None]) -> str:
 
 
 def _short(path: str, known: Sequence[str]) -> str:
-    """The last two names of a path, if no parameter that is known has them.
+    """The last two names of a path, so that one answer is for all layers.
 
-    So layers of one kind have one answer.
+    The path itself if a parameter that is known has the same last names.
     """
     part = "/".join(path.split("/")[-2:])
     return path if any(f"/{part}/" in f"/{other}/" for other in known) else part
@@ -218,4 +233,5 @@ def axes_of(axes: Any) -> Any:
 
 
 def as_tree(params: Any, numbers: Sequence[DimensionNumbers | None]) -> Any:
+    """Numbers in the order of the leaves, in a tree like the parameters."""
     return jax.tree.unflatten(jax.tree.structure(params), numbers)

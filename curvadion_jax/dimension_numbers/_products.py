@@ -1,52 +1,39 @@
-"""Products, convolutions and look-ups: where parameters meet data."""
+"""Products and convolutions: where parameters meet data, and become matrices."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
-from curvadion_jax.dimension_numbers._axes import Dim
-from curvadion_jax.dimension_numbers._moves import cut
-from curvadion_jax.dimension_numbers._reader import (
-    CONSTANT,
-    Reader,
-    activation,
-    handles,
-    look_up,
-    unknown,
-)
+from curvadion_jax.dimension_numbers._axes import Dim, Dims
+from curvadion_jax.dimension_numbers._reader import CONSTANT, Reader, unknown
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
     Output,
     Tracked,
     Value,
+    Values,
+    activation,
     is_data,
-    is_given,
     is_weight,
 )
 
 _NUMBERS, _DATA = Value("constant"), Value("data")
 
 
-@handles("dot_general")
-def _dot_general(reader, equation, values, needed):
-    summed, batch = equation.params["dimension_numbers"]
-    return [_product(reader, equation, values, summed, batch)]
-
-
-@handles("ragged_dot_general", "ragged_dot")
-def _ragged_dot(reader, equation, values, needed):
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    summed, batch = numbers.dot_dimension_numbers
-    groups = tuple(numbers.rhs_group_dimensions)
-    if len(numbers.lhs_ragged_dimensions) != 1 or not groups:
-        return unknown(reader, equation, values, needed)
-    return [_product(reader, equation, values[:2], summed, batch, groups)]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Side:
-    """One operand of a product: its value, its shape, and what happens to its axes."""
+    """One operand of a product, and what happens to each of its axes.
+
+    Attributes:
+      value: what is known of it; `_NUMBERS` for a constant.
+      shape: of the operand.
+      summed, batch, kept, groups: its axes that the product sums over, that it pairs
+        with axes of the other operand, that the result has as well, and that count the
+        matrices of a ragged product.
+      is_left: whether it is the first operand.
+    """
 
     value: Value
     shape: tuple[int, ...]
@@ -56,8 +43,8 @@ class _Side:
     groups: tuple[int, ...]
     is_left: bool
 
-    def moved(self, other: "_Side") -> Callable:
-        """How the product's axes lie: a batch, the left side's, the right side's."""
+    def moved(self, other: "_Side") -> Callable[[Dims], Dims]:
+        """From this side's axes to the result's: batch, left's kept, right's kept."""
 
         def move(dims):
             beside = [_axes.repeated(other.shape[d]) for d in other.kept]
@@ -70,35 +57,65 @@ class _Side:
         return move
 
 
-def _product(reader, equation, values, summed, batch, groups=()) -> Value:
+def dot_general(reader, equation, operands, needed):
+    """A product. That of a parameter with data is a layer."""
+    summed, batch = equation.params["dimension_numbers"]
+    return [_product(reader, equation, operands, summed, batch)]
+
+
+def ragged_dot(reader, equation, operands, needed):
+    """A product of runs of vectors with one matrix each, as of experts."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    summed, batch = numbers.dot_dimension_numbers
+    groups = tuple(numbers.rhs_group_dimensions)
+    if len(numbers.lhs_ragged_dimensions) != 1 or not groups:
+        return unknown(reader, equation, operands, needed)
+    return [_product(reader, equation, operands[:2], summed, batch, groups)]
+
+
+def _product(
+    reader: Reader,
+    equation: Any,
+    operands: Values,
+    summed: Sequence[Sequence[int]],
+    batch: Sequence[Sequence[int]],
+    groups: Sequence[int] = (),
+) -> Value:
     sides = []
-    for i, value in enumerate(values):
+    for i, value in enumerate(operands):
         shape = equation.invars[i].aval.shape
-        grouped = groups if i else ()
+        grouped = tuple(groups) if i else ()
         gone = {*summed[i], *batch[i], *grouped}
         kept = tuple(d for d in range(len(shape)) if d not in gone)
-        numbers = tuple(summed[i]), tuple(batch[i]), kept, grouped
-        sides.append(_Side(value or _NUMBERS, shape, *numbers, is_left=not i))
-    if all(map(is_weight, values)):
+        axes = tuple(summed[i]), tuple(batch[i]), kept, grouped
+        sides.append(_Side(value or _NUMBERS, shape, *axes, is_left=not i))
+    if all(map(is_weight, operands)):
         _learned_input(reader, equation, sides)
     left, right = sides
     matrix = next((side for side in sides if is_weight(side.value)), None)
     if matrix is None:
-        return _product_of_data(reader, equation, left, right)
+        return _product_of_activations(reader, equation, left, right)
     data = right if matrix is left else left
     if not is_data(data.value):
-        # Of two parameters neither is known to be the input, nor of a constant.
+        # Of two parameters neither is known to be the input; nor is a constant.
         weights = [x for side in sides for x in side.value.weights]
         why = "a product of two parameters" if is_weight(data.value) else CONSTANT
         return Value("weight", _values.unique(x.lose(why) for x in weights))
-    return _product_with_data(reader, equation, matrix, data)
+    return _layer(reader, equation, matrix, data)
 
 
-def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
-    """A layer: parameters times data."""
+def _layer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
+    """A product of parameters with data."""
     reader.follow(data.value.open)
-    _tell_apart(reader, data, matrix)
+    _tell_of_layer(reader, data, matrix)
     vectors = math.prod(data.shape[d] for d in (*data.kept, *data.batch))
+    kind, why = "product", "a product"
+    if data.value.is_indicator:
+        kind, why = "lookup", "a product with one-hot vectors"
+    elif data.value.is_indicator is None:
+        kind, why = "unknown", "a product with what may be one-hot vectors"
+    elif data.value.kind == "data":
+        why = "a product with raw inputs"
     uses, outputs = set(), []
     for x in matrix.value.weights:
         if x.is_lost:
@@ -106,41 +123,35 @@ def _product_with_data(reader, equation, matrix: _Side, data: _Side) -> Value:
             continue
         stack = x.stack | x.at(matrix.batch) | x.at(matrix.groups)
         sides = x.at(matrix.summed), x.at(matrix.kept), stack
-        kind, why = "product", "a product"
-        if data.value.is_indicator:
-            kind, why = "lookup", "a product with one-hot vectors"
-        elif data.value.is_indicator is None:
-            kind, why = "unknown", "a product with what may be one-hot vectors"
-        elif data.value.kind == "data":
-            why = "a product with raw inputs"
-        use = reader.record(
-            equation, x.parameter, kind, why, *sides, vectors, bool(x.stack) or x.is_cut
-        )
+        is_part = bool(x.stack) or x.is_cut
+        use = reader.record(equation, x.parameter, kind, why, *sides, vectors, is_part)
         if use:
             uses.add(use)
             outputs.append(Output(matrix.moved(data)(x.dims), x.parameter, use))
-    if not uses:
-        uses = data.value.open  # of a backward pass
+    if not uses:  # All are lost, or this is a backward pass.
+        uses = data.value.open
     return Value("activation", _values.unique(outputs), frozenset(uses))
 
 
-def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
-    """Such as of queries and keys."""
+def _product_of_activations(
+    reader: Reader, equation: Any, left: _Side, right: _Side
+) -> Value:
+    """A product of what is made of data, such as queries and keys."""
     values, tracked = [left.value, right.value], []
     reader.follow_rows(values)
     for side, other in ((left, right), (right, left)):
-        _tell_apart(reader, side, other)
-        is_layer = any(other.shape[d] > 1 for d in other.kept)
+        _tell_of_attention(reader, side, other)
+        has_outputs = any(other.shape[d] > 1 for d in other.kept)
         if any(x.at(side.summed) for x in side.value.outputs):
-            if other.value.open:  # in x A (y B)^T: B comes before A, and A before B
+            if other.value.open:  # x A (y B)^T: each of A and B comes before the other
                 reader.follow(_values.open_of(values))
-            elif is_layer and other.value == _DATA:  # of a model that is not trained
+            elif has_outputs and other.value == _DATA:  # a layer that is not trained
                 reader.follow(side.value.open)
-            elif is_layer and other.value == _NUMBERS:
+            elif has_outputs and other.value == _NUMBERS:
                 reader.may_follow(side.value.open)
-        if is_layer:  # over whose outputs it sums is not known any more
-            known = {x.use for x in side.value.outputs}
-            reader.may_follow(side.value.open - known)
+        if has_outputs:  # It may sum over outputs that are not tracked any more.
+            tracked_uses = {x.use for x in side.value.outputs}
+            reader.may_follow(side.value.open - tracked_uses)
         for x in side.value.tracked:
             if _is_matrix(x, side, other):
                 reader.ask(equation, x, "a matrix that data have a part in")
@@ -153,8 +164,8 @@ def _product_of_data(reader, equation, left: _Side, right: _Side) -> Value:
 def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
     """Whether an activation that is made of a parameter is a matrix in a product.
 
-    Such is ``(w + change) @ x``, and a mixture of experts' matrices before a product.
-    Queries have a time of their own besides the axes of their kernel.
+    As in ``(w + change) @ x``, and where data mix the matrices of experts. Queries are
+    none: they have an axis of time in addition to their kernel's.
     """
     if isinstance(x, Output):
         is_alone = all(side.shape[d] == 1 or x.at([d]) for d in side.kept)
@@ -164,10 +175,11 @@ def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
     return isinstance(x, Mixed) and bool(x.at(side.summed) and x.at(side.kept))
 
 
-def _learned_input(reader, equation, sides: list[_Side]) -> None:
+def _learned_input(reader: Reader, equation: Any, sides: list[_Side]) -> None:
     """Makes one of two parameters the input of the other, where that is clear.
 
-    A vector is, or what is repeated for each example of a batch, as latents are.
+    If one alone is a vector, it is; or else if one alone is repeated, as latents are
+    for each example of a batch.
     """
 
     def is_vector(side):
@@ -181,55 +193,56 @@ def _learned_input(reader, equation, sides: list[_Side]) -> None:
         )
 
     for is_input in (is_vector, is_repeated):
-        told = [is_input(side) for side in sides]
-        if told[0] != told[1]:
-            i = told.index(True)
+        inputs = [i for i, side in enumerate(sides) if is_input(side)]
+        if len(inputs) == 1:
+            (i,) = inputs
             for x in sides[i].value.weights:
                 reader.record(equation, x.parameter, "elementwise", "a learned input")
             sides[i] = dataclasses.replace(sides[i], value=Value("activation"))
             return
 
 
-def _tell_apart(reader: Reader, side: _Side, partner: _Side) -> None:
-    """What a product says of the output axes of an earlier one."""
+def _tell_of_layer(reader: Reader, data: _Side, matrix: _Side) -> None:
+    """Notes what a layer tells of the output axes of the layer before it."""
+    for x in data.value.outputs:
+        for own, others in zip(data.batch, matrix.batch, strict=True):
+            # Paired with an axis of the parameter: each expert has its own matrix.
+            if not any(w.is_lost for w in matrix.value.weights):
+                is_stack = any(w.at([others]) for w in matrix.value.weights)
+                reader.tell(x, x.at([own]), "separate" if is_stack else "joined")
+        summed = x.at(data.summed)
+        if len(summed) > 1:  # The output projection of attention sums over heads.
+            reader.tell(x, summed, "joined")
+        elif all(data.shape[d] == 1 or x.dims[d] in _whole(x) for d in data.summed):
+            reader.tell(x, summed, "alone")
+
+
+def _tell_of_attention(reader: Reader, side: _Side, partner: _Side) -> None:
+    """Notes what a product of activations tells of the output axes of layers."""
     for x in side.value.outputs:
-        summed, batch = x.at(side.summed), x.at(side.batch)
-        if is_weight(partner.value):
-            # In step with an axis of a parameter: each expert has its own.
-            pairs = zip(side.batch, partner.batch, strict=True)
-            for own, others in pairs:
-                if any(w.is_lost for w in partner.value.weights):
-                    continue
-                of_parameter = any(w.at([others]) for w in partner.value.weights)
-                reader.tell(x, x.at([own]), "separate" if of_parameter else "joined")
-            if len(summed) > 1:  # the output projection of attention sums over heads
-                reader.tell(x, summed, "joined")
-            elif all(side.shape[d] == 1 or x.dims[d] in _alone(x) for d in side.summed):
-                reader.tell(x, summed, "alone")
-            continue
-        reader.tell(x, batch, "joined")  # queries meet the keys of their head
+        reader.tell(x, x.at(side.batch), "joined")  # Queries meet keys of their head.
+        summed = x.at(side.summed)
         if partner.value.is_indicator is not False:
             reader.tell(x, summed, "selected")
-            continue
         # Queries are summed with several keys, experts' outputs with one gate.
-        if any(partner.shape[d] > 1 for d in partner.kept):
+        elif any(partner.shape[d] > 1 for d in partner.kept):
             reader.tell(x, summed, "joined")
 
 
-def _alone(x: Output) -> list[Dim]:
-    """The axes of a value that are an axis of the parameter and nothing else."""
+def _whole(x: Output) -> list[Dim]:
+    """The axes of a value that are one axis of the parameter and nothing else."""
     return [dim for dim in x.dims if len(dim) == 1 and dim[0].axis >= 0]
 
 
-@handles("conv_general_dilated")
-def _convolution(reader, equation, values, needed):
-    data, kernel = values
+def convolution(reader, equation, operands, needed):
+    """A convolution. A parameter is its kernel, or else is asked about."""
+    data, kernel = operands
     if not is_weight(kernel) or is_weight(data):
         for x in kernel.outputs if is_data(kernel) else ():
             reader.ask(equation, x, "a kernel that data have a part in")
-        if is_data(data):  # as of a model that is not trained
+        if is_data(data):  # a kernel that is not trained
             reader.follow(data.open)
-        return unknown(reader, equation, values, needed)
+        return unknown(reader, equation, operands, needed)
     if data is None:
         lost = (x.lose(CONSTANT) for x in kernel.weights)
         return [Value("weight", _values.unique(lost))]
@@ -240,39 +253,7 @@ def _convolution(reader, equation, values, needed):
         if x.is_lost:
             reader.ask(equation, x, f"a convolution after {x.lost}")
             continue
-        sides = x.at([into, *window]), x.at([out])
-        use = reader.record(
-            equation, x.parameter, "convolution", "kernel", *sides, x.stack
-        )
+        sides = x.at([into, *window]), x.at([out]), x.stack
+        use = reader.record(equation, x.parameter, "convolution", "kernel", *sides)
         uses |= {use} - {None}
     return [Value("activation", (), frozenset(uses) or data.open)]
-
-
-@handles("gather")
-def _gather(reader, equation, values, needed):
-    value, places = values
-    if is_weight(places) or value is None:
-        return unknown(reader, equation, values, needed)
-    numbers = equation.params["dimension_numbers"]
-    sizes = equation.params["slice_sizes"]
-    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    rest = [d for d in range(len(old)) if d not in gone]
-    to = dict(zip(rest, sorted(numbers.offset_dims), strict=True))
-
-    def move(dims):
-        dims = _axes.resized(dims, old, sizes)
-        result = [_axes.repeated(n) for n in new]
-        for d, place in to.items():
-            result[place] = dims[d]
-        return tuple(result)
-
-    if is_weight(value):
-        picked = [d for d, n in enumerate(old) if sizes[d] == 1 < n]
-        return [look_up(reader, equation, value, move, picked, is_data(places))]
-    if places is None and math.prod(equation.invars[1].aval.shape[:-1]) == 1:
-        return [cut(reader, equation, value, old, sizes).moved(move)]  # a slice
-    if is_given(places):
-        chosen = [d for d in numbers.start_index_map if sizes[d] < old[d]]
-        reader.select(value, chosen)
-    return unknown(reader, equation, values, needed)

@@ -1,52 +1,21 @@
-"""What is known of a value in a program, and of the uses of a parameter."""
+"""What the reader knows of a value: what it is made of, and where axes lie in it."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Self, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Self, TypeGuard
 
 from curvadion_jax.dimension_numbers import _axes
-from curvadion_jax.dimension_numbers._axes import Axes, Dims
-
-NONE: Axes = frozenset()
-
-
-class Use(NamedTuple):
-    """What an equation does with a parameter.
-
-    Attributes:
-      equation: its identity.
-      parameter: the number of the parameter.
-      kind: ``'product'`` or ``'convolution'`` with data; ``'lookup'`` of rows at places
-        that data tell, or ``'constant lookup'``; ``'elementwise'``, or ``'constant'``
-        after a product with a constant; ``'number'``, made of all of its elements, such
-        as a norm or a penalty; or ``'unknown'``.
-      inputs, outputs, stack: of a product, the parameter's axes that it sums over, that
-        it keeps, and that it runs over in step with another array.
-      vectors: how many vectors a matrix is multiplied with.
-      is_part: whether it is a product of a part of the parameter.
-      why: what the equation is, in words.
-      where: its line, such as ``'model.py:63'``.
-    """
-
-    equation: int
-    parameter: int
-    kind: str
-    inputs: Axes
-    outputs: Axes
-    stack: Axes
-    vectors: int
-    is_part: bool
-    why: str
-    where: str
+from curvadion_jax.dimension_numbers._axes import NONE, Axes, Dims
+from curvadion_jax.dimension_numbers._uses import Use
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracked:
-    """A parameter, or what a product has made of one, within a value.
+    """A parameter whose axes are followed through a value.
 
     Attributes:
-      dims: where the parameter's axes lie in the value.
-      parameter: its number.
+      dims: for each axis of the value, which axes of the parameter lie along it.
+      parameter: the parameter's number, in the order of the leaves.
     """
 
     dims: Dims
@@ -54,15 +23,16 @@ class Tracked:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody knows any more where the axes lie."""
+        """Whether it is not known any more where the axes lie; `dims` is then ()."""
         return False
 
     def at(self, places: Iterable[int]) -> Axes:
-        """The parameter's axes at these axes of the value."""
+        """The parameter's axes that lie along these axes of the value."""
         return NONE if self.is_lost else _axes.axes_at(self.dims, places)
 
     @property
     def all_axes(self) -> Axes:
+        """The parameter's axes that lie along any axis of the value."""
         return self.at(range(len(self.dims)))
 
     @property
@@ -73,7 +43,7 @@ class Tracked:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a part of the parameter is missing."""
+        """Whether only a part of the parameter is in the value."""
         atoms = (atom for dim in self.dims for atom in dim)
         return any(atom.axis >= 0 and atom.size is None for atom in atoms)
 
@@ -86,11 +56,12 @@ class Tracked:
 
 @dataclasses.dataclass(frozen=True)
 class Weight(Tracked):
-    """A parameter in a value that is made of parameters alone.
+    """A parameter in a value that is made of parameters and constants alone.
 
     Attributes:
-      stack: axes that are gone because one place of each was taken, as in a scan.
-      lost: what lost the axes, in words.
+      stack: axes of the parameter that have left the value, because one place of each
+        was taken: by an index, or by a scan.
+      lost: empty, or what it was that lost the axes, such as ``'sort'``.
     """
 
     stack: Axes = NONE
@@ -106,10 +77,10 @@ class Weight(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class Output(Tracked):
-    """The outputs of a product in an activation, while they can be told apart.
+    """The outputs of a layer, as long as their axes can be told apart.
 
     Attributes:
-      use: the product; `dims` has its parameter's output axes.
+      use: the product that made them; `dims` has the output axes of its parameter.
       taken: output axes of which one place was taken.
     """
 
@@ -119,12 +90,13 @@ class Output(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed(Tracked):
-    """A parameter in an activation with whose elements it was combined.
+    """A parameter that was added to data, or multiplied with them, by elements.
 
-    In a product with other data it would be a matrix: ``(w + change) @ x``.
+    A product with other data would make a matrix of it, as in ``x @ (w + change)``.
 
     Attributes:
-      is_factor: whether it was multiplied. Then a sum over an axis would be a product.
+      is_factor: whether it was multiplied. Then a sum over an axis makes a product, as
+        in ``(x[:, None] * w).sum(0)``.
     """
 
     is_factor: bool
@@ -132,13 +104,14 @@ class Mixed(Tracked):
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that is no constant.
+    """A value of the program that depends on parameters or data.
 
     Attributes:
-      kind: ``'weight'`` if it is made of parameters alone, ``'data'`` if of the loss's
-        other arguments, and ``'activation'`` if of both.
-      tracked: the parameters of a weight; of an activation, what still matters.
-      open: products that no other product has followed on the way to this value.
+      kind: ``'weight'`` if it is made of parameters, ``'data'`` if of the loss's other
+        arguments, and ``'activation'`` if of both.
+      tracked: every parameter of a weight, as `Weight`; of an activation the `Output`
+        and `Mixed` whose axes are known.
+      open: products of which it is made, and that no product has followed yet.
       is_indicator: whether it tells which numbers are equal, as one-hot vectors do;
         None if it may.
     """
@@ -166,19 +139,8 @@ class Value:
         return dataclasses.replace(self, tracked=tracked)
 
 
-def unique(several: Iterable[Tracked]) -> tuple[Tracked, ...]:
-    return tuple(dict.fromkeys(several))
-
-
-def merged(weights: Iterable[Weight]) -> tuple[Weight, ...]:
-    """The parameters of a sum. One that is lost in a part may be whole in another."""
-    several = dict.fromkeys(weights)
-    whole = {x.parameter for x in several if not x.is_lost}
-    return tuple(x for x in several if not (x.is_lost and x.parameter in whole))
-
-
-def open_of(values: Iterable[Value | None]) -> frozenset[Use]:
-    return frozenset().union(*(x.open for x in values if x))
+Values = Sequence[Value | None]
+"""The operands or the results of an equation. None is a constant."""
 
 
 def is_weight(value: Value | None) -> TypeGuard[Value]:
@@ -193,3 +155,30 @@ def is_data(value: Value | None) -> TypeGuard[Value]:
 def is_given(value: Value | None) -> bool:
     """Whether no parameter is in it: a constant, or the loss's other arguments."""
     return value is None or value.kind == "data"
+
+
+def activation(values: Values, tracked: Iterable[Tracked] = ()) -> Value:
+    """The result of an equation that has data among its operands."""
+    kinds = {value.kind for value in values if value}
+    kind = "data" if kinds == {"data"} else "activation"
+    return Value(kind, unique(tracked), open_of(values))
+
+
+def weights_of(values: Values) -> list[Weight]:
+    """The parameters of all values that are made of parameters."""
+    return [x for value in values if value for x in value.weights]
+
+
+def open_of(values: Values) -> frozenset[Use]:
+    return frozenset().union(*(value.open for value in values if value))
+
+
+def unique(several: Iterable[Tracked]) -> tuple[Tracked, ...]:
+    return tuple(dict.fromkeys(several))
+
+
+def merged(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """The parameters of a sum. One that is lost in a term may be known in another."""
+    several = dict.fromkeys(weights)
+    known = {x.parameter for x in several if not x.is_lost}
+    return tuple(x for x in several if not (x.is_lost and x.parameter in known))

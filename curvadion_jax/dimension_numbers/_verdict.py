@@ -1,26 +1,36 @@
-"""What the uses of a parameter make of it: a matrix, a table, a head, ..."""
+"""Judges a parameter by its uses: is it a matrix, a table, a head, ...?"""
 
 import math
 from collections.abc import Sequence
 
-from curvadion_jax.dimension_numbers._axes import Axes
+from curvadion_jax.dimension_numbers._axes import NONE, Axes
 from curvadion_jax.dimension_numbers._partition import (
     DimensionNumbers,
     Finding,
     axes_of,
 )
-from curvadion_jax.dimension_numbers._reader import Facts
-from curvadion_jax.dimension_numbers._values import NONE, Use
+from curvadion_jax.dimension_numbers._uses import Facts, Use
+
+Verdict = tuple[str, DimensionNumbers | None, str]
+"""The kind of a finding, its dimension numbers, and why."""
 
 
 def finding(path: str, shape: Sequence[int], uses: list[Use], facts: Facts) -> Finding:
-    """Judges a parameter by its uses, the first one first."""
-    kind, numbers, why = _judge(tuple(shape), uses, facts)
-    return Finding(path, tuple(shape), kind, numbers, why)
+    """What a parameter is.
+
+    Args:
+      path: of the parameter.
+      shape: of the parameter.
+      uses: of the parameter, in the order of the program.
+      facts: what is known of the products among them.
+    """
+    return Finding(path, tuple(shape), *_judge(tuple(shape), uses, facts))
 
 
-def _judge(shape: tuple[int, ...], uses: list[Use], facts: Facts):
+def _judge(shape: tuple[int, ...], uses: list[Use], facts: Facts) -> Verdict:
     long = frozenset(axis for axis, n in enumerate(shape) if n > 1)
+    # The backward pass of a gradient says no more than the forward pass before it.
+    uses = [use for use in uses if use.kind != "backward"] or uses
     if not uses:
         return "unused", None, "never reaches the loss"
     if both := [use for use in uses if use.inputs & use.outputs & long]:
@@ -34,46 +44,39 @@ def _judge(shape: tuple[int, ...], uses: list[Use], facts: Facts):
             return "table", None, _said(_first(uses, "lookup"))
         rest = [use for use in uses if use.kind != "lookup"]
         return "tied", None, f"rows are looked up; {_said(rest[0])}"
-    # A product with zeros, before the first step of a recurrence, tells nothing; nor
-    # does a number made of all elements, such as a norm or a penalty.
+    # Two kinds decide only if there is no other: a product with a constant, such as the
+    # zeros that a recurrence starts from, and a number, such as a norm or a penalty.
     if kinds - {"constant", "number"}:
         kinds -= {"constant", "number"}
-    if doubtful := kinds & {"unknown", "number", "constant"}:
+    if doubtful := kinds & {"unknown", "backward", "number", "constant"}:
         return "asked", None, _said(_first(uses, *doubtful))
     if kinds == {"product"}:
-        products = [use for use in uses if use.kind == "product"]
-        return _judge_products(shape, long, products, facts)
+        return _judge_products(shape, long, uses, facts)
     if kinds == {"convolution"}:
         return "convolution", None, _said(_first(uses, "convolution"))
     if kinds == {"elementwise"}:
-        return "elementwise", None, f"no product: {_said(uses[0])}"
+        return "elementwise", None, f"no product: {_said(_first(uses, 'elementwise'))}"
     if kinds <= {"elementwise", "constant lookup"}:
         return "table", None, _said(_first(uses, "constant lookup"))
     several = "; ".join(_said(_first(uses, kind)) for kind in sorted(kinds))
     return "asked", None, f"several uses: {several}"
 
 
-def _first(uses: list[Use], *kinds: str) -> Use:
-    return next(use for use in uses if use.kind in kinds)
-
-
-def _said(use: Use) -> str:
-    return f"{use.why} at {use.where}" if use.where else use.why
-
-
 def _judge_products(
-    shape: tuple[int, ...], long: Axes, products: list[Use], facts: Facts
-):
-    size = lambda axes: math.prod(shape[axis] for axis in axes)
-    # A power iteration, as of spectral norms, multiplies one vector, from either side.
+    shape: tuple[int, ...], long: Axes, uses: list[Use], facts: Facts
+) -> Verdict:
+    """A head if no product follows; else a matrix, if all products agree."""
+    products = [use for use in uses if use.kind == "product"]
+    # A power iteration, as of spectral norms, multiplies one vector from either side.
     products = [use for use in products if use.vectors > 1] or products
     if facts.followed.isdisjoint(products):
-        if facts.perhaps.isdisjoint(products):
+        if facts.maybe_followed.isdisjoint(products):
             return "head", None, f"no product follows {_said(products[0])}"
         return "asked", None, f"an output head, or not: {_said(products[0])}"
+    size = lambda axes: math.prod(shape[axis] for axis in axes)
     sides: dict[tuple[Axes, Axes], Use] = {}
     for use in products:
-        stack = _stack_among(use, facts)
+        stack = _stack_among_outputs(use, facts)
         if stack is None:
             axes = ", ".join(map(str, sorted(use.outputs)))
             why = f"whether axes {axes} are one side, as heads, or a stack, as experts"
@@ -87,6 +90,7 @@ def _judge_products(
             sides.setdefault((inputs, outputs), use)
     if not sides:
         return "vector", None, f"no inputs or no outputs: {_said(products[0])}"
+    # Of both directions the first one counts, as of an autoencoder with tied weights.
     (inputs, outputs), use = next(iter(sides.items()))
     if any({*other} != {inputs, outputs} for other in sides):
         return "asked", None, f"products along several axes: {_said(use)}"
@@ -97,22 +101,31 @@ def _judge_products(
     return "matrix", numbers, _said(use) + both
 
 
-def _stack_among(use: Use, facts: Facts) -> Axes | None:
+def _stack_among_outputs(use: Use, facts: Facts) -> Axes | None:
     """The output axes of a product that count its matrices; None if nothing tells.
 
-    Heads, [D, heads, head_dim], are one matrix with all of their outputs. Experts,
-    [experts, D, F], are one each. Later equations tell them apart.
+    Heads, [D, heads, size], are outputs of one matrix. Experts, [experts, D, F], have a
+    matrix each. The product itself is the same; later equations tell them apart.
     """
     if len(use.outputs) < 2:
         return NONE
     told = {axis: facts.told.get((use, axis), NONE) for axis in use.outputs}
     stack = frozenset(
         axis
-        for axis, said in told.items()
-        if "separate" in said and "joined" not in said
+        for axis, words in told.items()
+        if "separate" in words and "joined" not in words
     )
     rest = use.outputs - stack
     joined = {axis for axis in rest if "joined" in told[axis]}
-    # Of queries with one key the axis of heads is not summed alone.
+    # If data sum over one output axis, and the next parameter over another one alone,
+    # the first may be an input, as in tensor products.
     is_alone = any("alone" in told[axis] for axis in rest - joined)
     return stack if len(rest) < 2 or (joined and not is_alone) else None
+
+
+def _first(uses: list[Use], *kinds: str) -> Use:
+    return next(use for use in uses if use.kind in kinds)
+
+
+def _said(use: Use) -> str:
+    return f"{use.why} at {use.where}" if use.where else use.why

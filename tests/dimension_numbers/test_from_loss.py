@@ -86,21 +86,45 @@ def test_rows_on_a_mesh_are_refused():
         from_loss(loss_fn, rows, X)
 
 
+def step(params, x):
+    """Of training, and no loss."""
+    return jax.tree.map(jnp.subtract, params, jax.grad(loss_fn)(params, x)), x.mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (jax.grad(loss_fn), "Give the loss, and not its gradient"),
+        (step, "arrays like the parameters.* nor a step of training"),
         (lambda params, x: jnp.sum(x), "No parameter reaches the loss"),
         (
             lambda params, x: jax.lax.pmean(loss_fn(params, x), "batch"),
-            "a mesh axis that is not there.*jax.vmap",
+            "over a mesh axis, 'batch', that is not there.*jax.vmap",
         ),
     ],
-    ids=["gradient", "closure", "mesh axis"],
+    ids=["gradient", "step", "closure", "mesh axis"],
 )
 def test_what_is_no_loss_is_refused(loss, message):
     with pytest.raises(ValueError, match=message):
         from_loss(loss, PARAMS, X)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((PARAMS, loss_fn, X), "loss_fn is of type dict, and no function"),
+        ((loss_fn, PARAMS | {"step": 0}, X), "'step' is 0, and no array"),
+    ],
+    ids=["exchanged", "a number among parameters"],
+)
+def test_arguments_of_another_type_are_refused(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        from_loss(*arguments)
+
+
+def test_a_batch_that_the_loss_holds_is_hinted_at():
+    with pytest.warns(dimension_numbers.PartitionWarning, match="batch that is no arg"):
+        from_loss(lambda params: loss_fn(params, X), PARAMS)
 
 
 def test_a_loss_over_a_mesh_axis_is_read_under_vmap():
@@ -167,14 +191,24 @@ def test_an_answer_replaces_what_is_read():
     ("answers", "error", "message"),
     [
         ({"down": None}, ValueError, "no parameter has it in its path"),
+        ([("up", None)], TypeError, "Give a dictionary"),
         ({"up": (0, 1)}, TypeError, "DimensionNumbers"),
         ({"up": DimensionNumbers(0, 2)}, ValueError, "'up'"),
     ],
-    ids=["no such path", "no dimension numbers", "no such axis"],
+    ids=["no such path", "a list", "no dimension numbers", "no such axis"],
 )
 def test_wrong_answers_are_refused(answers, error, message):
     with pytest.raises(error, match=message):
         from_loss(loss_fn, PARAMS, X, answers=answers)
+
+
+def test_a_line_is_that_of_the_call_if_a_library_jits_the_operation():
+    table = jnp.ones((5, 8))
+    loss = lambda table, tokens: jnp.sum(jnp.take(table, tokens, axis=0))
+    for _ in range(2):  # the second time JAX has the program of jnp.take
+        (found,) = from_loss(loss, table, jnp.zeros(4, int)).findings
+        line = loss.__code__.co_firstlineno
+        assert found.why == f"rows are looked up at test_from_loss.py:{line}"
 
 
 def test_the_table_says_where_each_parameter_is_used():

@@ -1,8 +1,11 @@
-"""Losses of one construct each, and what their parameters are.
+"""A table of constructs: a loss each, and what its parameters are.
 
-Every loss is called as `loss(params, x)` with x of shape [2, 8, 16], or with the
-construct's own data. Where a construct has no output head of its own, `readout` puts
-one after it, so that the construct's own products are followed by another one.
+A construct reads as ``@readout(w=one(shape, said))`` above a function of the parameters
+and the data. `said` is ``(inputs, outputs)``, the axes of a matrix, or the kind of what
+is no matrix. The data are x of shape [2, 8, 16], if no others are given.
+
+`@construct` takes the function for the loss. `@readout` takes it for a layer, and puts
+an output head after it, so that another product follows those of the layer.
 """
 
 import functools
@@ -14,10 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-BATCH, TIME, WIDTH, WIDE, HEADS, EXPERTS, LAYERS, RANK, VOCABULARY = (
-    *(2, 8, 16, 32, 4, 5, 3, 2, 50),
-)
-SIZE = WIDTH // HEADS  # of a head
+BATCH, TIME = 2, 8
+WIDTH, WIDE, HEADS, SIZE = 16, 32, 4, 4  # SIZE is a head's
+EXPERTS, LAYERS, RANK, VOCABULARY = 5, 3, 2, 50
 X = jnp.ones((BATCH, TIME, WIDTH))
 TOKENS = jnp.zeros((BATCH, TIME), jnp.int32)
 P = jax.sharding.PartitionSpec
@@ -30,9 +32,9 @@ class Construct(NamedTuple):
     """A loss, and for each parameter its shape and what it is.
 
     Attributes:
-      name: of the test.
+      name: of the function.
       loss: a function of the parameters and the data.
-      parameters: by name the shape, and ``(inputs, outputs)`` of a matrix or a kind.
+      parameters: by name the shape, and what is said of it.
       data: the loss's other arguments.
     """
 
@@ -54,7 +56,7 @@ CONSTRUCTS: list[Construct] = []
 
 
 def construct(*data: Any, **parameters: Any) -> Callable:
-    """Adds a loss to the list, under its name."""
+    """Adds a loss to the table. Data come first, parameters by name."""
 
     def add(loss):
         name = loss.__name__.strip("_")
@@ -65,7 +67,7 @@ def construct(*data: Any, **parameters: Any) -> Callable:
 
 
 def readout(width: int = WIDE, *data: Any, **parameters: Any) -> Callable:
-    """Adds a layer: its outputs, this wide, go through a head called `head`."""
+    """Adds a layer whose outputs are this wide, and after it a head called `head`."""
 
     def add(layer):
         @functools.wraps(layer)
@@ -177,11 +179,6 @@ def stopped_gradient(p, x):
 
 
 @readout(w=MATRIX)
-def jit(p, x):
-    return jax.jit(lambda w: x @ w)(p["w"])
-
-
-@readout(w=MATRIX)
 def remat(p, x):
     return jax.checkpoint(lambda x: jax.nn.silu(x @ p["w"]))(x)
 
@@ -216,6 +213,13 @@ def switch_over_a_stack(p, x):
 @readout(WIDTH, w=one((WIDTH, WIDTH)))
 def fori_loop(p, x):
     return lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), x)
+
+
+@readout(WIDTH, w=one((WIDTH, WIDTH)))
+def while_loop(p, x):
+    goes_on = lambda state: state[0] < x.sum()
+    step = lambda state: (state[0] + 1, jnp.tanh(state[1] @ p["w"]))
+    return lax.while_loop(goes_on, step, (0.0, x))[1]
 
 
 @readout(WIDTH, w=one((LAYERS, WIDTH, WIDTH), STACKED))
@@ -269,6 +273,12 @@ def recurrence_unrolled_from_zeros(p, x):
     return h
 
 
+@readout(w=MATRIX)
+def loop_that_tiles_its_state(p, x):
+    step = lambda h, _: (jnp.tanh(jnp.tile(h, (1, 1, 2))[..., :WIDE]), None)
+    return lax.scan(step, x @ p["w"], length=3)[0]
+
+
 @readout(WIDTH, w=one((WIDTH, WIDTH), "asked"))
 def weights_that_a_loop_changes(p, x):
     def step(w, x):
@@ -283,12 +293,22 @@ def vmap_over_models(p, x):
     return jax.vmap(of_one)(p["w"], p["head"]).sum()
 
 
+MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 @readout(w=MATRIX)
 def shard_map(p, x):
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     part = lambda x, w: lax.psum(x @ w, "d")
     specs = P(None, None, "d"), P("d", None)
-    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(x, p["w"])
+    return jax.shard_map(part, mesh=MESH, in_specs=specs, out_specs=P())(x, p["w"])
+
+
+@readout(w=MATRIX)
+def shard_map_that_gathers_weights(p, x):
+    part = lambda x, w: x @ lax.all_gather(w, "d", tiled=True)
+    specs = P(), P("d", None)
+    run = jax.shard_map(part, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=False)
+    return run(x, p["w"])
 
 
 @construct(
@@ -303,6 +323,13 @@ def gradient_within_the_loss(p, x):
 def head_of_a_gradient_within_the_loss(p, x):
     energy = lambda x: jnp.sum((jnp.tanh(x @ p["w"].T) @ p["head"]) ** 2)
     return jnp.sum(jax.grad(energy)(x) ** 2)
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
+def linear_transpose_alone(p, x):
+    """It looks like the backward pass of a gradient, and is a layer."""
+    transposed = jax.linear_transpose(lambda y: y @ p["w"].T, jnp.ones((8, WIDE)))
+    return jax.vmap(lambda x: transposed(x)[0])(x)
 
 
 # Tables, and what is no matrix
@@ -352,17 +379,17 @@ def embedding_at_constant_places_and_a_product(p, x):
     return jnp.sum(jnp.tanh(x + p["w"][jnp.arange(TIME)]) @ p["w"])
 
 
-@readout(WIDTH, X, positions=one((20, WIDTH), "elementwise"))
+@readout(WIDTH, positions=one((20, WIDTH), "elementwise"))
 def positions_added(p, x):
     return x + p["positions"][:TIME]
 
 
-@readout(WIDTH, X, positions=one((20, WIDTH), "table"))
+@readout(WIDTH, positions=one((20, WIDTH), "table"))
 def positions_looked_up(p, x):
     return x + p["positions"][jnp.arange(TIME)]
 
 
-@readout(WIDTH, X, positions=one((4, WIDTH), "asked"))
+@readout(WIDTH, positions=one((4, WIDTH), "asked"))
 def positions_resized(p, x):
     return x + jax.image.resize(p["positions"], (TIME, WIDTH), "linear")
 
@@ -410,6 +437,16 @@ def latents_added_to_zeros(p, x):
 @readout(
     WIDTH,
     q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
+    scale=one((WIDTH, HEADS), "elementwise"),
+)
+def scale_of_a_kernel_of_heads(p, x):
+    kernel = p["q"] * p["scale"][..., None]
+    return jnp.einsum("btd,dnh->btnh", x, kernel).reshape(BATCH, TIME, WIDTH)
+
+
+@readout(
+    WIDTH,
+    q=one((WIDTH, HEADS, SIZE), ((0,), (1, 2))),
     scale=one((HEADS, SIZE), "elementwise"),
 )
 def scale_of_heads(p, x):
@@ -417,33 +454,26 @@ def scale_of_heads(p, x):
     return q.reshape(BATCH, TIME, WIDTH)
 
 
-@readout(kernel=one((3, WIDTH, WIDE), "convolution"))
-def convolution(p, x):
+def convolved(x, kernel, groups=1):
     numbers = ("NWC", "WIO", "NWC")
     return lax.conv_general_dilated(
-        x, p["kernel"], (1,), "SAME", dimension_numbers=numbers
+        x, kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups
     )
+
+
+@readout(kernel=one((3, WIDTH, WIDE), "convolution"))
+def convolution(p, x):
+    return convolved(x, p["kernel"])
 
 
 @readout(kernel=one((1, WIDTH, WIDE), "convolution"))
 def convolution_of_one_place(p, x):
-    numbers = ("NWC", "WIO", "NWC")
-    return lax.conv_general_dilated(
-        x, p["kernel"], (1,), "SAME", dimension_numbers=numbers
-    )
+    return convolved(x, p["kernel"])
 
 
 @readout(WIDTH, kernel=one((4, 1, WIDTH), "convolution"))
 def depthwise_convolution(p, x):
-    numbers = ("NWC", "WIO", "NWC")
-    return lax.conv_general_dilated(
-        x,
-        p["kernel"],
-        (1,),
-        "SAME",
-        dimension_numbers=numbers,
-        feature_group_count=WIDTH,
-    )
+    return convolved(x, p["kernel"], groups=WIDTH)
 
 
 # Heads and experts
@@ -460,6 +490,13 @@ def attention(p, x):
     q, k, v = (jnp.einsum("btd,dnh->btnh", x, p[name]) for name in "qkv")
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return jnp.einsum("btnh,nhd->btd", mixed, p["out"])
+
+
+@readout(WIDTH, k=one((WIDTH, WIDTH)), v=one((WIDTH, WIDTH)))
+def keys_written_to_a_cache(p, x):
+    cache = jnp.zeros((BATCH, 2 * TIME, WIDTH))
+    k, v = (lax.dynamic_update_slice(cache, x @ p[name], (0, 0, 0)) for name in "kv")
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", jnp.tanh(x), k)) @ v
 
 
 @readout(
@@ -592,6 +629,16 @@ def matrices_made_of_edges(p, x):
     return jnp.einsum("btd,btdf->btf", x, made)
 
 
+@construct(w=one((WIDTH, WIDTH, WIDE), "asked"), head=one((WIDE, 7), "head"))
+def tensor_product(p, x):
+    """As of e3nn: all pairs are inputs, though the product sums over one first."""
+    vectors = x.reshape(-1, WIDTH, 1) * jnp.ones(3)
+    half = jnp.einsum("uvw,nui->vwni", p["w"], vectors)
+    made = jnp.einsum("vwni,nvj->nwij", half, vectors)
+    made = jnp.einsum("nwij,ijk->nwk", made, jnp.ones((3, 3, 3)))
+    return jnp.sum(jnp.einsum("nwk,wo->nok", made, p["head"]) ** 2)
+
+
 @readout(
     WIDTH,
     bank=one((2, WIDTH, WIDE), "asked"),
@@ -649,6 +696,18 @@ def triangular_factors(p, x):
 )
 def diagonal_between_factors(p, x):
     return x @ (p["p"] @ jnp.diag(p["scale"]) @ p["q"])
+
+
+@readout(
+    WIDTH,
+    p=one((WIDTH, WIDTH), "asked"),
+    q=one((WIDTH, WIDTH), "asked"),
+    scale=one((WIDTH,), "vector"),
+)
+def padded_columns_between_factors(p, x):
+    columns = jnp.broadcast_to(p["scale"][:, None], (WIDTH, SIZE))
+    columns = jnp.pad(columns, ((0, 0), (0, WIDTH - SIZE)))
+    return x @ (p["p"] @ columns @ p["q"])
 
 
 @readout(
