@@ -66,6 +66,8 @@ def matrix_views(
     # An Equinox module, the tree of the parameters itself, can be called too.
     if callable(dimension_numbers) and type(dimension_numbers) is not type(params):
         dimension_numbers = dimension_numbers(params)
+    if isinstance(dimension_numbers, Partition):  # such as `by_name` returns
+        dimension_numbers = dimension_numbers(params)
     spread: list[Any] = []
 
     def add(numbers, subtree):

@@ -203,6 +203,12 @@ def test_given_dimension_numbers(given):
     assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
+def test_a_function_may_return_a_partition():
+    params = {"up": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
+    views = _two_optimizers.matrix_views(params, cd.dimension_numbers.by_name)
+    assert [name for name, view in views.items() if view] == ["up/kernel"]
+
+
 def test_one_entry_for_the_whole_tree():
     params = {"a": jnp.ones((2, 3)), "b": jnp.ones((5, 4))}
     views: dict[str, Any] = _two_optimizers.matrix_views(params, DimensionNumbers(1, 0))
