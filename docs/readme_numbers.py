@@ -39,11 +39,11 @@ SYNCHRONOUS = {
 LOCAL = {
     rows.LOCAL_MUON: "**`local_muon(budget=0.01)`**",
     rows.MULOCO + ", 2 bits": "MuLoCo, 2 bits",
-    rows.CURVADION: "`curvadion(budget=0.01)`",
-    rows.THRESHOLD: "`curvadion(threshold=0.3)`",
-    rows.LARGE_BATCH: "Muon on 7 accumulated batches, 2 bits",
-    rows.MULOCO: "`presets.muloco`: float32, every 30 steps",
-    rows.DILOCO: "`presets.diloco`: float32, every 30 steps",
+    rows.CURVADION: "`curvadion`, budget 0.01",
+    rows.THRESHOLD: "`curvadion`, threshold 0.3",
+    rows.LARGE_BATCH: "Muon on 7 batches, 2 bits",
+    rows.MULOCO: "MuLoCo: float32, every 30 steps",
+    rows.DILOCO: "DiLoCo: float32, every 30 steps",
 }
 FEW = (rows.BEST_MUON, rows.TWO_BITS, rows.ADAMW)
 FEW += (rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
@@ -99,7 +99,12 @@ def budget_table() -> list[str]:
         settings = f"{of.setting.removeprefix('momentum ')}, {of.rate:g}"
         budget = f"{of.form.budget:.1%}".replace(".0%", "%")
         lines.append([budget, signed(gaps), f"{needed:.1f}", settings])
-    head = ("`budget`", "loss above the best Muon", "steps for one", "momentum, rate")
+    head = (
+        "`budget`",
+        "loss above the best Muon",
+        "steps for one",
+        "momentum, learning rate",
+    )
     return measuring.markdown(head, lines)
 
 
@@ -126,14 +131,14 @@ def adamw_table() -> list[str]:
                 [results[best]],
             )
             setting, rate = best.method.removeprefix(form.method("")), best.rate
-            steps = f"{study.QUARTER}, the best of {len(tried)} on one seed"
+            steps = f"{study.QUARTER}, seed {curve.TUNING_SEED}, {len(tried)} tried"
         else:
             continue
         length = study.STEPS if of else study.QUARTER
         share = statistics.fmean(table.share_of_bytes(run, length) for run in runs)
         settings = f"{setting}, {rate:g}"
         lines.append([form.name, percent(share), signed(gaps), settings, steps])
-    head = ("method", "bytes sent", "loss above synchronous AdamW")
+    head = ("method", "bytes sent", "loss above sync. AdamW")
     return measuring.markdown((*head, "sync, learning rate", "steps"), lines)
 
 
