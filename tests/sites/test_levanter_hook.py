@@ -242,7 +242,7 @@ def test_an_array_that_becomes_none_ends_training_and_not_the_run(store):
     a, b = Trainer(store, "a"), Trainer(store, "b")
     a.steps(EVERY - 1)
     lost = eqx.tree_at(lambda x: x.model.kernel, a.info.state, None)
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(ValueError, match="None"):
         a.hooks[0](StepInfo(lost))
     b.round()
     assert counted(store) == [["b"]]
