@@ -25,7 +25,7 @@ _MISSED = 4
 
 
 class SiteMetrics(NamedTuple):
-    """What a site has done, for a training loop's logger.
+    """What a site has done, for a training loop's logger: Python numbers.
 
     Attributes:
       round: rounds that are committed.
@@ -59,7 +59,9 @@ class Site:
     another library that has `__dlpack__` or `__array__`, such as PyTorch. They come
     back as what they were. If none is of JAX, then JAX is used on the CPU alone. The
     processes of a `jax.distributed` program are one site: all make it and call it
-    alike, and the numbers of the first one hold.
+    alike, and the numbers of the first one hold. Arrays may have any shape, and the
+    dtypes bfloat16, float16, float32, or float64 where JAX has it enabled; what a run
+    keeps of them has at least float32.
 
     Args:
       url: of the run: ``s3://bucket/run-7``, ``gs://``, ``az://``, a folder or a
@@ -77,6 +79,9 @@ class Site:
       max_lag: steps that may be taken while a contribution is under way, before `sync`
         waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
       poll: seconds between looks at the store.
+
+    Raises:
+      ValueError: for an argument that cannot be used, which the message names.
 
     Example:
       >>> import jax, tempfile
@@ -220,6 +225,8 @@ class Site:
         Raises:
           RuntimeError: if this site has contributed, and none of it counted: then its
             parameters are no model of the run. It has left all the same.
+          TypeError, ValueError: as `sync`, and for a timeout that is no number of at
+            least 0. Then it has not left.
         """
         _arguments.check_at_least_zero(timeout, "timeout")
         self._check_open()
