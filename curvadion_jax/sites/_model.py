@@ -9,7 +9,7 @@ import functools
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,14 @@ import numpy as np
 import optax
 
 from curvadion_jax.compressors import Codec
+from curvadion_jax.sites import _parts
 from curvadion_jax.sites._store import as_bytes
 
 log = logging.getLogger("curvadion_jax.sites")
 
 Arrays = list[np.ndarray]
+# Of anchor and outer state, places that take a step together, and those that all need.
+Parts = tuple[list[list[int]], list[int]]
 # The longest axis of arrays whose outer steps sites compare when they join.
 _FEW = 4
 
@@ -34,8 +37,8 @@ class Outer(NamedTuple):
     bfloat16 can add to a parameter, and would be lost round after round.
     """
 
-    anchor: list[jax.Array]  # on the host's CPU, as the state
-    state: list[jax.Array]  # the leaves of the outer optimizer's state
+    anchor: Arrays
+    state: Arrays  # the leaves of the outer optimizer's state
     digest: str  # of both
     params: Arrays  # the anchor, rounded to the dtypes that are trained
 
@@ -92,13 +95,13 @@ class Model:
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
         self.message = [x for form in self._forms for x in form.message]
         state = jax.eval_shape(self._initial, self._wide)
-        state, self._state_tree = jax.tree.flatten(state)
-        self.snapshot = [*self._wide, *state]
+        self.snapshot = [*self._wide, *jax.tree.leaves(state)]
 
     def compile(self) -> None:
         """Compiles what a round needs, so that no round waits for it."""
         for form in self._forms:
             _ = form.encoder, form.decoder
+        _ = self._parts
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -106,36 +109,67 @@ class Model:
 
         Its arrays have as many axes as the model's, and few elements.
         """
+        return self._small._two_steps(self._small._whole)
+
+    @functools.cached_property
+    def _small(self) -> "Model":
         shapes = [
             jax.ShapeDtypeStruct([min(n, _FEW) for n in x.shape], x.dtype)
             for x in self.shapes
         ]
-        return Model(self._tree(shapes), self._outer, self._codec)._two_steps()
+        return Model(self._tree(shapes), self._outer, self._codec)
 
-    def _two_steps(self) -> str:
+    def _two_steps(self, parts: Parts) -> str:
         line = np.linspace(-1, 1, 251)
         params = [np.resize(line, x.shape).astype(x.dtype) for x in self.shapes]
         gradients = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
         outer = self.initial(params)
         for _ in range(2):
-            outer = self._outer_step(outer, [-x for x in gradients])
+            outer = self._outer_step(outer, [-x for x in gradients], parts)
         return outer.digest
+
+    @functools.cached_property
+    def _parts(self) -> Parts:
+        """Arrays that take the outer step together; all, if parts do not do the same.
+
+        A program does not show what an optimizer makes of the number of all elements,
+        so two steps of few elements have to agree as well.
+        """
+        try:
+            found, small = self._found_parts(), self._small
+            if small._two_steps(small._found_parts()) == self.fingerprint:
+                return found
+        except (
+            Exception
+        ) as error:  # An optimizer may raise anything at a part of a tree.
+            log.debug("The outer step is taken for all arrays at once: %r", error)
+        return self._whole
+
+    @property
+    def _whole(self) -> Parts:
+        return [[*range(len(self.snapshot))]], []
+
+    def _found_parts(self) -> Parts:
+        def step(gradients: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+            found = self._step_of(dict(enumerate(gradients)), dict(enumerate(old)))
+            return [found[place] for place in range(len(old))]
+
+        return _parts.parts(step, self._wide, self.snapshot)
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        anchor = [jax.device_put(x, cpu()) for x in _cast(params, self._wide)]
+        anchor = _cast(params, self._wide)
         with jax.default_device(cpu()):
-            state = jax.tree.leaves(self._initial(anchor))
-        return self.from_snapshot([*anchor, *state])
+            state = self._initial([jnp.asarray(x) for x in anchor])
+        return self.from_snapshot([*anchor, *to_host(state)])
 
-    def from_snapshot(self, arrays: Sequence[Any]) -> Outer:
+    def from_snapshot(self, arrays: Arrays) -> Outer:
         """The outer side of an anchor and the outer state, in this order."""
         digest, count = hashlib.sha256(), len(self.shapes)
-        arrays = [jax.device_put(x, cpu()) for x in arrays]
         for x in arrays:
-            digest.update(as_bytes(np.asarray(x)))
+            digest.update(as_bytes(x))
         anchor, state = arrays[:count], arrays[count:]
-        params = _cast([np.asarray(x) for x in anchor], self.shapes)
+        params = _cast(anchor, self.shapes)
         return Outer(anchor, state, digest.hexdigest()[:32], params)
 
     def zeros(self) -> Arrays:
@@ -184,7 +218,7 @@ class Model:
                     x += decoded * np.float32(weight)
             for x in total:
                 x /= -np.float32(count)  # the pseudo-gradient points backwards
-        return self._outer_step(outer, total)
+        return self._outer_step(outer, total, self._parts)
 
     def _decoded(self, message: Arrays) -> Iterator[np.ndarray]:
         """The arrays of a message, one after the other."""
@@ -192,29 +226,71 @@ class Model:
         for form in self._forms:
             yield form.decode([next(rest) for _ in form.message])
 
-    def _outer_step(self, outer: Outer, gradients: Arrays) -> Outer:
-        with jax.default_device(cpu()), jax.disable_jit():
-            gradients.reverse()  # each is freed once JAX has it
-            own = [jnp.asarray(gradients.pop()) for _ in self.shapes]
-            updates, state = self._outer.update(
-                self._tree(own),
-                jax.tree.unflatten(self._state_tree, outer.state),
-                self._tree(outer.anchor),
-            )
-            own.clear()
-            new: Any = optax.apply_updates(outer.anchor, jax.tree.leaves(updates))
-            del updates
-            state = optax.tree.cast_like(jax.tree.leaves(state), outer.state)
-        after = self.from_snapshot([*new, *state])
-        # A scalar of the state may be infinite on purpose: a minimum begins so.
-        arrays = [*after.params, *(x for x in after.state if x.ndim)]
-        if not all(jnp.isfinite(x).all() for x in arrays):
-            log.error(
-                "The outer step contains NaN or Inf, and nothing changes in this "
-                "round. Look at the outer optimizer."
-            )
-            return outer
-        return after
+    def _outer_step(self, outer: Outer, gradients: Arrays, parts: Parts) -> Outer:
+        """The outer side after a step, for which it takes the old state's memory."""
+        # Once to see whether all is finite, since otherwise nothing may change.
+        for places, results in self._results(outer, gradients, parts):
+            if not all(map(self._is_finite, places, results)):
+                log.error(
+                    "The outer step contains NaN or Inf, and nothing changes in this "
+                    "round. Look at the outer optimizer."
+                )
+                return outer
+        count, after = len(outer.anchor), [*outer.anchor, *outer.state]
+        rest: list[Any] = gradients  # from which what has been used is dropped
+        for places, results in self._results(outer, gradients, parts):
+            for place, x in zip(places, results, strict=True):
+                after[place] = x
+                if place < count:
+                    rest[place] = None
+                elif place not in parts[1]:
+                    outer.state[place - count] = x
+        return self.from_snapshot(after)
+
+    def _results(
+        self, outer: Outer, gradients: Arrays, parts: Parts
+    ) -> Iterator[tuple[list[int], Arrays]]:
+        """Results of an outer step with their places, part by part."""
+        each, common = parts
+        for places in each:
+            inside = sorted({*places, *common})
+            with jax.default_device(cpu()), jax.disable_jit():
+                old = [*outer.anchor, *outer.state]
+                found = self._step_of(
+                    {
+                        x: jnp.asarray(gradients[x])
+                        for x in inside
+                        if x < len(gradients)
+                    },
+                    {x: jnp.asarray(old[x]) for x in inside},
+                )
+            del old
+            yield inside, to_host([found.pop(x) for x in inside])
+
+    def _step_of(
+        self, gradients: Mapping[int, Any], old: Mapping[int, Any]
+    ) -> dict[int, Any]:
+        """Anchor and state after a step, by their places; some arrays or all.
+
+        As in `optax.masked`, where there is no array there is an empty node.
+        """
+        count, none = len(self._wide), optax.MaskedNode()
+        anchor = self._tree([old.get(x, none) for x in range(count)])
+        updates = self._tree([gradients.get(x, none) for x in range(count)])
+        state = jax.tree.structure(jax.eval_shape(self._outer.init, anchor))
+        leaves = [old[x] for x in sorted(old) if x >= count]
+        updates, new = self._outer.update(updates, state.unflatten(leaves), anchor)
+        moved: Any = optax.apply_updates(anchor, updates)
+        new = optax.tree.cast_like(jax.tree.leaves(new), leaves)
+        return dict(zip(sorted(old), [*jax.tree.leaves(moved), *new], strict=True))
+
+    def _is_finite(self, place: int, x: np.ndarray) -> bool:
+        """Whether all of a result is; anchors as training gets them."""
+        if place < len(self.shapes):
+            (x,) = _cast([x], [self.shapes[place]])
+        elif x.ndim == 0:  # which may be infinite on purpose: a minimum begins so
+            return True
+        return bool(np.isfinite(x).all())
 
     def _tree(self, leaves: Any) -> Any:
         return jax.tree.unflatten(self._structure, leaves)
