@@ -139,9 +139,8 @@ class Model:
             found, small = self._found_parts(), self._small
             if small._two_steps(small._found_parts()) == self.fingerprint:
                 return found
-        except (
-            Exception
-        ) as error:  # An optimizer may raise anything at a part of a tree.
+        # At a part of a tree an optimizer may raise anything.
+        except Exception as error:
             log.debug("The outer step is taken for all arrays at once: %r", error)
         return self._whole
 
