@@ -192,28 +192,16 @@ class Follower:
         if own is None or not own.sent:
             return False
         members = self._members()
-        there = {*self.store.keys(_run.contribution_key(number, ""))}
-        if _run.contribution_key(number, self.name) not in there:
-            self._received.pop(self.name, None)
-        self._receive(
-            name
-            for name in members.newest.keys() - self._received.keys()
-            if _run.contribution_key(number, name) in there
-        )
+        self._receive_listed(members)
         if self.name not in self._received:  # the store has lost it, or its body
             self.contribution = own._replace(sent=False)
         now = time.monotonic()
         needed = members.needed(self._quorum, self._roster)
         if enough := len(self._received) >= needed:
             self._complete = min(self._complete, now)
-        awaited = {
-            name: pair
-            for name, pair in self._roster.items()
-            if number - pair[0] <= _run.FORGET and name not in members.left
-        }
-        late = {
-            x for x in awaited.keys() - self._received if not self.heart.is_silent(x)
-        }
+        awaited = self._awaited(members)
+        missing = awaited.keys() - self._received.keys()
+        late = [name for name in missing if not self.heart.is_silent(name)]
         if not enough or (late and now - self._complete < self._grace):
             if now - self._reported > _PATIENCE:
                 self._reported = now
@@ -225,6 +213,14 @@ class Follower:
         commit = _run.commit(number, self.outer.digest, received, awaited, needed)
         self.store.write(_run.commit_key(number), commit)
         return True
+
+    def _awaited(self, members: _run.Members) -> Roster:
+        """Sites that counted in one of the last rounds and have not left."""
+        return {
+            name: (last, rate)
+            for name, (last, rate) in self._roster.items()
+            if self.number - last <= _run.FORGET and name not in members.left
+        }
 
     def _members(self) -> _run.Members:
         """The run's members, of which this site is one."""
@@ -261,6 +257,17 @@ class Follower:
         self._received: dict[str, Received] = {}
         self._not_found: set[str] = set()  # listed, and not there after all attempts
         self._complete = math.inf  # when the quorum was there
+
+    def _receive_listed(self, members: _run.Members) -> None:
+        """Reads the members' contributions that the store lists and are not known."""
+        keys = {
+            name: _run.contribution_key(self.number, name) for name in members.newest
+        }
+        there = {*self.store.keys(_run.contribution_key(self.number, ""))}
+        if keys.get(self.name) not in there:  # lost since it was read back
+            self._received.pop(self.name, None)
+        listed = {name for name, key in keys.items() if key in there}
+        self._receive(listed - self._received.keys())
 
     def _receive(self, names: Iterable[str]) -> None:
         """Reads contributions to the open round, as they are in the store.
