@@ -1,6 +1,6 @@
 """Whether numbers are finite, and choices between trees by one bool.
 
-What is done about a NaN: `_AdaptiveSync._look` takes zeros for gradients that are not
+What is done about a NaN: `_sound_gradients` takes zeros for gradients that are not
 finite, `_step` excludes replicas whose state is not, and keeps updates finite.
 """
 

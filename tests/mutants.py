@@ -143,9 +143,9 @@ MUTANTS = {
     # What is not finite.
     "a gradient that is not finite is given to before": Mutant(
         CORE,
-        "            gradients = _finite.or_zeros(finite, gradients)\n"
-        "            before_state",
-        "            before_state",
+        "        gradients = _finite.or_zeros(finite, gradients)\n"
+        "        if self.before",
+        "        if self.before",
         FAULTS,
         "before",
     ),
@@ -258,15 +258,15 @@ MUTANTS = {
     ),
     "a drift of two rounds counts twice": Mutant(
         CORE,
-        "weight_since = jnp.where(outcome.met, 0, weight_since)",
-        "weight_since = jnp.where(outcome.met & ~outcome.absent, 0, weight_since)",
+        "jnp.where(outcome.met, 0, weight)",
+        "jnp.where(outcome.met & ~outcome.absent, 0, weight)",
         WHO,
         "length",
     ),
     "a sync of nobody forgets weights": Mutant(
         CORE,
-        "weight_since = jnp.where(outcome.met, 0, weight_since)",
-        "weight_since = jnp.where(fire, 0, weight_since)",
+        "jnp.where(outcome.met, 0, weight)",
+        "jnp.where(outcome.met | outcome.absent | outcome.excluded, 0, weight)",
         WHO,
         "wait",
     ),

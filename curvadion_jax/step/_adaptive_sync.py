@@ -255,100 +255,97 @@ class _AdaptiveSync:
         common: Common = state.common
         rows: Rows = state.rows
         counters: metrics.Counters = state.counters
+        steps = self.steps(layout)
         costs = self._costs(params, rows.inner_state, layout)
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
-        steps = self.steps(layout)
-
-        # A drift counts by the weights of all steps since the last sync. (A replica
-        # that was absent then brings the drift of several rounds, which is longer.)
-        weight_since = weight
-        if self.reconciles:
-            weight_since = rows.weight + weight
-            weight_since = jnp.minimum(weight_since, jnp.finfo(jnp.float32).max)
-
         checksum = self._checksum_after_sync(params, counters)
+        present = weight > 0
+        weight = self._weight_with_earlier(rows, weight)
 
         # 1. The trigger looks at every replica.
         prepared = self._look(
             gradients,
             params,
             rows,
-            weight > 0,
+            present,
             checksum,
             common.anchor,
             clock,
             steps,
             extra_args,
         )
+
+        # 2. One decision, for all replicas.
+        decision = self._decide(prepared.value, present, clock, common.trigger_state)
+        common = common._replace(trigger_state=decision.trigger_state)
+
+        # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         given = _step.Given(
             params=params,
             gradients=prepared.gradients,
             finite=prepared.finite,
-            weight=jnp.where(weight > 0, weight_since, 0),
+            weight=jnp.where(present, weight, 0),
             inner_state=rows.inner_state,
         )
-
-        # 2. One decision, for all replicas.
-        due = self.trigger.due(clock)
-        decision = self._decide(
-            due, prepared.value, weight > 0, clock, common.trigger_state
-        )
-        fire = decision.fire
-
-        # 3. Every replica's own step. A sync follows it or replaces it, or none does.
         if self.reconciles:
             outcome = steps.own(given, rows.residual, extra_args)
-            outcome, common = steps.reconcile_if(fire, outcome, given, common)
+            outcome, common = steps.reconcile_if(decision.fire, outcome, given, common)
         else:
             outcome, common = steps.with_mean_if(
-                fire, given, rows.residual, common, extra_args
+                decision.fire, given, rows.residual, common, extra_args
             )
         updates = _finite.finite_elements(outcome.updates)
 
-        # 4. What happened is counted.
+        # 4. What happened is counted, and kept for the next step.
         counters = metrics.counted(
             counters,
             costs,
             prepared,
             outcome,
             threshold=decision.threshold,
-            fire=fire,
+            fire=decision.fire,
             voted=decision.voted,
             displaced=(checksum != counters.checksum) & (counters.checksum != 0),
         )
-        if self.reconciles:
-            weight_since = jnp.where(outcome.met, 0, weight_since)
-        else:
-            weight_since = rows.weight
-        state = AdaptiveSyncState(
-            common=common._replace(
-                trigger_state=_dtypes.cast_like(
-                    decision.trigger_state, common.trigger_state
-                )
+        rows = Rows(
+            before_state=prepared.before_state,
+            inner_state=outcome.inner_state,
+            remembered=self._remembered(
+                prepared.remembered, outcome, params, decision.fire
             ),
-            rows=Rows(
-                before_state=prepared.before_state,
-                inner_state=outcome.inner_state,
-                remembered=self._remembered(prepared.remembered, outcome, params, fire),
-                residual=outcome.residual,
-                weight=weight_since,
-            ),
-            counters=counters,
+            residual=outcome.residual,
+            weight=self._weight_left(weight, outcome),
         )
+        state = AdaptiveSyncState(common, rows, counters)
         return updates, self._placed(state, params, layout)
 
-    def _decide(self, due, values, present, clock: Clock, state) -> _Decision:
+    def _weight_with_earlier(self, rows: Rows, weight: jax.Array) -> jax.Array:
+        """How much each replica counts, should this step have a sync, float32[R].
+
+        A drift counts by the weights of all steps since the last sync. (A replica that
+        was absent then brings the drift of several rounds, which is longer.)
+        """
+        if not self.reconciles:
+            return weight
+        return jnp.minimum(rows.weight + weight, jnp.finfo(jnp.float32).max)
+
+    def _weight_left(self, weight: jax.Array, outcome: _step.Outcome) -> Any:
+        """The same after the step: zero if it had a sync."""
+        return jnp.where(outcome.met, 0, weight) if self.reconciles else ()
+
+    def _decide(self, values, present, clock: Clock, state) -> _Decision:
         """Whether all replicas synchronise; `values` and `present` are rows."""
+        due = self.trigger.due(clock)
         threshold = self.trigger.threshold(clock, state)
         requested, voted = due, False
         if self.trigger.look is not None and due is not False:
             # A replica without weight requests nothing.
             requests = triggers.requests(values, threshold) & present
             requested, voted = self._vote(requests, due), due
-        fire, state = self.trigger.decide(clock, requested, state)
+        fire, new = self.trigger.decide(clock, requested, state)
         fire = False if due is False else fire & due
-        return _Decision(fire, voted, threshold, state)
+        return _Decision(fire, voted, threshold, _dtypes.cast_like(new, state))
 
     def _vote(self, requests: jax.Array, due: jax.Array | bool) -> jax.Array:
         """Whether a decision is due and any replica requests a sync, bool[]."""
@@ -392,19 +389,9 @@ class _AdaptiveSync:
         def of_one(row, common):
             gradients, params, rows, present, checksum = row
             anchor, clock, extra_args = common
-            # Always true, and XLA cannot tell: so new parameters, which depend on it,
-            # overwrite the old ones after their checksum. Else a CPU copies all.
-            finite = _finite.norms_finite(gradients) & ((checksum | 1) != 0)
-            gradients = _finite.or_zeros(finite, gradients)
-            before_state = rows.before_state
-            if self.before is not None:
-                gradients, new = self.before.update(gradients, before_state, params)
-                # What `before` makes of them may not be finite either, such as 0/0.
-                sound = _finite.norms_finite(gradients)
-                gradients = _finite.or_zeros(sound, gradients)
-                finite &= sound
-                new = _dtypes.cast_like(new, before_state)
-                before_state = _finite.repaired(new, before_state)
+            gradients, finite, before_state = self._sound_gradients(
+                gradients, params, rows.before_state, checksum
+            )
             measured, remembered = Measured(0.0), rows.remembered
             if self.trigger.look is not None:
                 # Of Dion that is M + G alone, once more in `Steps.own`, which takes the
@@ -441,6 +428,25 @@ class _AdaptiveSync:
         row = gradients, params, rows._replace(residual=()), present, checksum
         common = anchor, clock, extra_args
         return _rows.over(of_one, self.mesh)(row, common)[0]
+
+    def _sound_gradients(self, gradients, params, before_state, checksum):
+        """One replica's gradients after `before`, all zeros if any is not finite.
+
+        Returns them, whether they were finite, and the new state of `before`.
+        """
+        # The checksum's part is always true, and XLA cannot tell: so new parameters,
+        # which depend on it, overwrite the old ones after their checksum. Else a CPU
+        # copies all.
+        finite = _finite.norms_finite(gradients) & ((checksum | 1) != 0)
+        gradients = _finite.or_zeros(finite, gradients)
+        if self.before is None:
+            return gradients, finite, before_state
+        gradients, new = self.before.update(gradients, before_state, params)
+        # What `before` makes of them may not be finite either, such as 0/0.
+        sound = _finite.norms_finite(gradients)
+        gradients = _finite.or_zeros(sound, gradients)
+        new = _finite.repaired(_dtypes.cast_like(new, before_state), before_state)
+        return gradients, finite & sound, new
 
     def _remembered(self, remembered, outcome: _step.Outcome, params, fire):
         """What the trigger remembers; nothing of an inner state that began again."""
