@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from curvadion_jax import _finite
-from curvadion_jax.matrices._cut import cut
 
 # Elements that are encoded at once: on TPUs cutting an array into blocks copies it.
 PIECE = 2**22
@@ -140,7 +140,8 @@ class Bucket:
         """The arrays that a table like the bucket's is made of."""
         if len(self.arrays) == 1:
             return [table.reshape(self.arrays[0].shape)]
-        parts = cut(table, [count_blocks(x, self.block) for x in self.arrays])
+        ends = np.cumsum([count_blocks(x, self.block) for x in self.arrays])
+        parts = jnp.split(table, ends[:-1])
         return [_reshaped_like(x, y) for x, y in zip(parts, self.arrays, strict=True)]
 
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from curvadion_jax import _trees
 from curvadion_jax._matrix_view import MadeOf, MatrixView, Named
-from curvadion_jax.matrices._cut import cut
 from curvadion_jax.matrices._power_iteration import ReduceFn
 
 # Elements of a stack, which is a temporary array. Matrices of this size need no others.
@@ -49,11 +49,8 @@ class Joined(NamedTuple):
         found = {}
         for first, stack in stacks.items():
             names = self.members[first]
-            if len(names) == 1:
-                found[first] = stack
-                continue
-            parts = cut(stack, [1] * len(names))
-            found |= {name: x[0] for name, x in zip(names, parts, strict=True)}
+            parts = jnp.unstack(stack) if len(names) > 1 else [stack]
+            found |= dict(zip(names, parts, strict=True))
         return found
 
     def reduce_fn(self, reduce_fn: ReduceFn | None) -> ReduceFn | None:
@@ -114,6 +111,7 @@ def by_shape(
     for call in calls.values():
         arrays = [stacks[index] for index in call]
         whole = jnp.concatenate(arrays) if len(call) > 1 else arrays[0]
-        parts = cut(function(whole), [len(x) for x in arrays])
+        ends = np.cumsum([len(x) for x in arrays])
+        parts = jnp.split(function(whole), ends[:-1])
         results |= dict(zip(call, parts, strict=True))
     return [results[index] for index in range(len(stacks))]

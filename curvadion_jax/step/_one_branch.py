@@ -32,9 +32,8 @@ def when(
     """
     if due is None:
         return tx
+    # `adaptive_sync` returns methods of its `_AdaptiveSync`.
     update: Any = tx.update
-    optimizer = (
-        update.__self__
-    )  # `adaptive_sync` returns methods of its `_AdaptiveSync`
+    optimizer = update.__self__
     trigger = optimizer.trigger._replace(due=lambda clock: due)
     return tx._replace(update=dataclasses.replace(optimizer, trigger=trigger).update)
