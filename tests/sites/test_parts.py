@@ -1,5 +1,7 @@
 """Outer steps in parts have the bits of those of the whole tree at once."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -37,7 +39,7 @@ def by_size() -> optax.GradientTransformation:
         size = sum(x.size for x in jax.tree.leaves(updates))
         return jax.tree.map(lambda x: x / size, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def of_all_names() -> optax.GradientTransformation:
@@ -51,7 +53,8 @@ def made(outer) -> Model:
         key: jax.ShapeDtypeStruct(shape, "bfloat16" if key == "e" else "float32")
         for key, shape in SHAPES.items()
     }
-    return Model(params, outer, compressors.exact().codec)
+    codec: Any = compressors.exact().codec
+    return Model(params, outer, codec)
 
 
 def steps(model: Model, parts) -> list[str]:
