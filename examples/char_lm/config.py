@@ -116,7 +116,7 @@ _TINY = Config(
     rank=1.0,
 )
 # What `--short` changes.
-SHORT = {"batch": 2, "steps": 50, "evaluate_every": 10, "checkpoint_every": 25}
+SHORT = {"batch": 2, "steps": 400, "evaluate_every": 50, "checkpoint_every": 200}
 PRESETS = {
     "tiny": _TINY,
     "medium": dataclasses.replace(_TINY, batch=32, checkpoint_every=25),

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--short",
         action="store_true",
-        help=f"a first look, three minutes of processor time: {shorter}",
+        help=f"a first look, five minutes: {shorter}",
     )
     types = {"rank": _rank, "data": str, "dtype": str}
     types |= dict.fromkeys(("learning_rate", "budget", "threshold"), float)
