@@ -24,8 +24,16 @@ from curvadion_jax.dimension_numbers._values import (
 )
 
 # Through these a sum of terms stays one, and through the others a product does too.
-_SUMS = set("add add_any convert_element_type copy neg select_n sub".split())
+_SUMS = set(
+    """add add_any convert_element_type copy copy_p neg real
+reduce_precision rev select_n sub""".split()
+)
 _LINEAR = _SUMS | {"mul", "div"}
+# What is still one-hot vectors, or several of them, if its operands are.
+_OF_INDICATORS = set(
+    """abs and clamp copy_p integer_pow max min ne not or real
+reduce_precision rev round sign square xor""".split()
+)
 
 Shapes = Sequence[tuple[int, ...]]
 """Of the operands."""
@@ -159,7 +167,7 @@ def _is_indicator(equation: Any, values: Values, shapes: Shapes) -> bool | None:
         return True
     if name == "convert_element_type":
         return values[0].is_indicator if values[0] else False
-    if name not in _LINEAR:
+    if name not in _LINEAR | _OF_INDICATORS:
         return False
     # One-hot vectors that are masked or smoothed still look rows up. But what is
     # repeated to this shape is a mask itself, and so is what chooses among cases.

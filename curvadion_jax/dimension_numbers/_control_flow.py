@@ -114,7 +114,8 @@ def _either(
         kind = "elementwise" if is_vector else "unknown"
         reader.record(equation, x.parameter, kind, _FIRST_STATE)
     tracked = (x for value in given for x in value.tracked)
-    return activation(given, [x for x in tracked if not isinstance(x, Weight)])
+    kept = [x for x in tracked if not isinstance(x, Weight)]
+    return _values.with_indicators(activation(given, kept), given)
 
 
 def _one_place(reader: Reader, equation: Any, value: Value | None) -> Value | None:

@@ -154,7 +154,7 @@ def _beside(reader: Reader, equation: Any, operands: Values, axis: int) -> Value
     kept = [  # beside others it is not one place any more
         dataclasses.replace(x, taken=NONE) if isinstance(x, Output) else x for x in kept
     ]
-    return activation(moved, kept)
+    return _values.with_indicators(activation(moved, kept), operands)
 
 
 def dynamic_update_slice(reader, equation, operands, needed):
@@ -162,7 +162,7 @@ def dynamic_update_slice(reader, equation, operands, needed):
     into, update = operands[:2]
     if any(map(is_weight, (into, update))) or not (into or update):
         return unknown(reader, equation, operands, needed)
-    return [activation([into, update])]
+    return [_values.with_indicators(activation([into, update]), [into, update])]
 
 
 def _shapes(equation: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -143,7 +143,10 @@ def _product_of_activations(
         _tell_of_attention(reader, side, other)
         has_outputs = any(other.shape[d] > 1 for d in other.kept)
         if any(x.at(side.summed) for x in side.value.outputs):
-            if other.value.open:  # x A (y B)^T: each of A and B comes before the other
+            is_square = not left.kept and not right.kept and _same_layers(values)
+            if is_square:  # As a sum of squares, or of layers that share a matrix.
+                reader.may_follow(side.value.open)
+            elif other.value.open:  # x A (y B)^T: A and B come before one another
                 reader.follow(_values.open_of(values))
             elif has_outputs and other.value == _DATA:  # a layer that is not trained
                 reader.follow(side.value.open)
@@ -159,6 +162,12 @@ def _product_of_activations(
     result = activation(values, [x for x in tracked if x.all_axes])
     is_numbers = left.summed or all(x.is_indicator is False for x in values)
     return dataclasses.replace(result, is_indicator=False if is_numbers else None)
+
+
+def _same_layers(values: Values) -> bool:
+    """Whether two activations are made by the same products."""
+    left, right = (value.open if value else frozenset() for value in values)
+    return left == right
 
 
 def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
@@ -240,8 +249,10 @@ def convolution(reader, equation, operands, needed):
     if not is_weight(kernel) or is_weight(data):
         for x in kernel.outputs if is_data(kernel) else ():
             reader.ask(equation, x, "a kernel that data have a part in")
-        if is_data(data):  # a kernel that is not trained
+        if is_data(data) and is_data(kernel):  # a kernel that is not trained
             reader.follow(data.open)
+        elif is_data(data):  # of numbers, as of an output head's loss
+            reader.may_follow(data.open)
         return unknown(reader, equation, operands, needed)
     if data is None:
         lost = (x.lose(CONSTANT) for x in kernel.weights)

@@ -164,6 +164,13 @@ def activation(values: Values, tracked: Iterable[Tracked] = ()) -> Value:
     return Value(kind, unique(tracked), open_of(values))
 
 
+def with_indicators(result: Value, values: Values) -> Value:
+    """The result, which may be one-hot vectors if it is made of these and constants."""
+    known = [x.is_indicator for x in values if x]
+    may_be = None if known and False not in known else False
+    return dataclasses.replace(result, is_indicator=may_be)
+
+
 def weights_of(values: Values) -> list[Weight]:
     """The parameters of all values that are made of parameters."""
     return [x for value in values if value for x in value.weights]

@@ -120,6 +120,18 @@ def penalties_in_the_loss(p, x):
     return loss + jnp.sum((p["w"].T @ p["w"] - jnp.eye(WIDE)) ** 2)
 
 
+@construct(X, X, w=MATRIX, out=one((WIDE, WIDTH), "asked"))
+def squared_error_as_a_product(p, x, y):
+    error = jnp.tanh(x @ p["w"]) @ p["out"] - y
+    return jnp.vdot(error, error)
+
+
+@construct(w=MATRIX, out=one((WIDE, 2), "asked"))
+def outputs_averaged_by_a_convolution(p, x):
+    out = jnp.tanh(x @ p["w"]) @ p["out"]
+    return jnp.mean(jnp.convolve(out.ravel(), jnp.ones(3)) ** 2)
+
+
 @construct(w=one((WIDTH, WIDTH), "asked"), head=one((WIDTH, 3), "head"))
 def penalty_alone(p, x):
     return jnp.sum(x @ p["head"]) + jnp.sum(p["w"] ** 2)
@@ -355,6 +367,20 @@ def one_hot_vectors_masked_or_smoothed(p, tokens):
     hot = jax.nn.one_hot(tokens, VOCABULARY)
     masked = hot * (tokens > 0)[..., None]
     return masked @ p["masked"] + (0.9 * hot + 0.1 / VOCABULARY) @ p["smoothed"]
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    shifted=one((VOCABULARY, WIDTH), "asked"),
+    rolled=one((VOCABULARY, WIDTH), "asked"),
+    turned=one((VOCABULARY, WIDTH), "asked"),
+)
+def one_hot_vectors_that_are_moved(p, tokens):
+    hot = jax.nn.one_hot(tokens, VOCABULARY)
+    shifted = jnp.concatenate([jnp.zeros((BATCH, 1, VOCABULARY)), hot[:, :-1]], 1)
+    rolled, turned = jnp.roll(hot, 1, 1), jnp.flip(hot, 1)
+    return shifted @ p["shifted"] + rolled @ p["rolled"] + turned @ p["turned"]
 
 
 @readout(WIDTH, TOKENS, X, w=one((WIDTH, WIDTH)))
