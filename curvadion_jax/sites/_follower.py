@@ -372,7 +372,8 @@ class Follower:
         # This site's own, since it was read back: it is read again.
         self._received.pop(self.name, None)
         # One that counted before: who could not read it continues from here.
-        _run.write_snapshot(self.store, self.outer, self._roster, self.number)
+        if _run.has_lost(self.store, self.number):
+            _run.write_snapshot(self.store, self.outer, self._roster, self.number)
 
 
 class Update(NamedTuple):

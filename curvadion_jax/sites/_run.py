@@ -337,6 +337,21 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
         _collect(store, kept[-1])
 
 
+def has_lost(store: Store, number: int) -> bool:
+    """Whether what counted since the newest snapshot is not all there any more."""
+    there = {*store.keys("rounds/"), *store.keys("bodies/rounds/")}
+    for each in range(max(_snapshots(store), default=0), number):
+        try:
+            commit = read_commit(store, each)
+        except InvalidError:
+            return True
+        for entry in commit["contributors"] if commit else ():
+            key = contribution_key(each, entry["name"])
+            if not {key, f"bodies/{key}/{entry['sha256']}"} <= there:
+                return True
+    return False
+
+
 def _collect(store: Store, before: int) -> None:
     """Removes contributions and snapshots of rounds before one."""
     for prefix in (SNAPSHOTS, "rounds/", "bodies/"):

@@ -103,6 +103,19 @@ def test_a_counted_contribution_that_is_lost_stops_no_round(clock, lost, again):
     assert a.moved() == pytest.approx(1.0 + 2.0 + 2.0)
 
 
+def test_a_site_that_is_slow_costs_no_snapshot(clock):
+    a, b = named("ab", quorum=2)
+    for number in range(3):
+        a.send(1.0)
+        for _ in range(3):
+            clock.now += MINUTE + 1
+            assert not a.follower.propose()
+        b.send(1.0)
+        settle(b, a)
+        assert a.follower.number == number + 1
+    assert a.store.keys(_run.SNAPSHOTS) == [_run.snapshot_key(0)]
+
+
 def test_a_site_needs_nobody_to_read_its_own_contribution():
     a, b = named("ab", quorum=2)
     for site in (a, b):
