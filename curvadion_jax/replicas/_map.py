@@ -118,7 +118,7 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         _rows.check_common(common, mesh)
         results = run_rows(rows, common)
         if _rows.count(mesh) > 1:
-            _warn_of_captured(constants, mesh)
+            _warn_of_captured(constants, _cells(function), mesh)
         constants.clear()
         return results
 
@@ -210,10 +210,13 @@ def _refuse_captured(constants: Any) -> None:
         )
 
 
-def _warn_of_captured(constants: Sequence[Any], mesh: Replicas) -> None:
+def _warn_of_captured(
+    constants: Sequence[Any], cells: Sequence[Any], mesh: Replicas
+) -> None:
     """Warns of random keys, and of what looks like rows: on one device nobody knows.
 
-    Where other tables are constants too, one with as many rows is taken for a table.
+    Of a closure that is each thing that it closes over. All else, such as a global
+    array, is known as a constant of the program, among which are also small tables.
     """
     if any(_trees.may_be_key(x) for x in constants):
         warnings.warn(
@@ -224,13 +227,17 @@ def _warn_of_captured(constants: Sequence[Any], mesh: Replicas) -> None:
             stacklevel=3,
         )
     tables = [x for x in constants if jnp.ndim(x) > 1]
-    if _rows.look_like_rows(tables, mesh):
-        warnings.warn(
-            "The function given to replicas.map uses an array of shape "
-            f"{tables[0].shape} that is not its argument, and each replica takes all "
-            "of it. If it is a row for each replica, pass it as an argument.",
-            stacklevel=3,
-        )
+    for captured in (*cells, tables):
+        leaves = jax.tree.leaves(captured)
+        is_known = any(isinstance(x, Tracer) or _rows.has_rows(x) for x in leaves)
+        if not is_known and _rows.look_like_rows(captured, mesh):
+            warnings.warn(
+                "The function given to replicas.map uses an array of shape "
+                f"{leaves[0].shape} that is not its argument, and each replica takes "
+                "all of it. If it is a row for each replica, pass it as an argument.",
+                stacklevel=3,
+            )
+            return
 
 
 def _programs(program: Any) -> Iterator[Any]:

@@ -269,6 +269,9 @@ def test_what_looks_like_rows_by_keyword_is_warned_of(mesh):
         step(jnp.ones((REPLICAS, 3)), jnp.ones((REPLICAS, 3)))
 
 
+TABLE = np.ones((3, 4), np.float32)
+
+
 def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
     """A tree with other arrays in it, such as of constants, is common."""
     constants = {"slopes": jnp.ones(2), "scale": jnp.ones(3)}
@@ -276,7 +279,8 @@ def test_what_looks_like_captured_rows_on_one_device_is_warned_of():
     batch = jnp.arange(4.0).reshape(2, 2)
     of_batch = lambda batch, w: jnp.sum(w * batch)
     held = functools.partial(of_batch, batch)
-    for use in (lambda w: of_batch(batch, w), held, jax.grad(held)):
+    beside_a_table = lambda w: of_batch(batch, w) * jnp.sum(TABLE)
+    for use in (lambda w: of_batch(batch, w), held, jax.grad(held), beside_a_table):
         use = replicas.map(use, SMALL)
         with pytest.warns(UserWarning, match=r"shape \(2, 2\).*pass it as an argum"):
             use(jnp.ones(2))
