@@ -1,7 +1,7 @@
 """Dion: distributed orthonormalised updates, as Optax transformations of one replica.
 
 Extra arguments of `update` tell of other replicas, and of this one's devices.
-`_power_iteration` has the step and the paper's symbols.
+`_power_iteration` has the mathematics and the paper's symbols.
 """
 
 from __future__ import annotations

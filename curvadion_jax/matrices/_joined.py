@@ -2,7 +2,7 @@
 
 A product of one matrix keeps a few cores of an accelerator busy, and a program with a
 product for every matrix grows with the layers. Stacked parameters are a parameter with
-one more batch axis, named after the first of them; `dion_step` sees no difference.
+one more batch axis, named after the first of them; `_dion_step` sees no difference.
 Joining writes M + G to the stack, one more pass over memory where that is not fused.
 """
 

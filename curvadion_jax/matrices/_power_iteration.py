@@ -1,6 +1,6 @@
-"""Dion's step: one step of power iteration from a right factor.
+"""Dion's mathematics: one step of power iteration from a right factor.
 
-Mathematics without Optax, axes, layouts or replicas: `_dion._dion_step` has the order
+Without Optax, axes, layouts or replicas: `_dion._dion_step` has the order
 of a step, and averages in between. Symbols as in Ahn et al. (arXiv 2504.05295), for
 parameters seen as stacks [..., rows, cols] with rows >= cols:
 
