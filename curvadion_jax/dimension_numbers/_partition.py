@@ -97,7 +97,9 @@ class Partition:
                     f"Parameter {path!r} has shape {shape}, the partition has {has}. "
                     "Make the partition of the parameters that are trained, those of "
                     "one replica without rows: "
-                    "cd.dimension_numbers.from_loss(loss_fn, params, batch)."
+                    "cd.dimension_numbers.from_loss(loss_fn, params, batch). If it is "
+                    "of these, and the parameters have rows, give the optimizer the "
+                    "mesh."
                 )
             result.append(found)
         return result

@@ -185,7 +185,8 @@ def optimizer(
             raise ValueError(
                 "No parameter is known to be a matrix, so Dion or Muon trains nothing. "
                 f"Look at curvadion_jax.describe_partition(params), and pass "
-                f"{_by_name.LINE}."
+                f"{_by_name.LINE}. If the parameters have rows, give the optimizer the "
+                "mesh."
             )
 
         def numbers(path, _):
