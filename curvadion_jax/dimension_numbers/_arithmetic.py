@@ -29,10 +29,9 @@ _SUMS = set(
 reduce_precision rev select_n sub""".split()
 )
 _LINEAR = _SUMS | {"mul", "div"}
-# What is still one-hot vectors, or several of them, if its operands are.
-_OF_INDICATORS = set(
-    """abs and clamp copy_p integer_pow max min ne not or real
-reduce_precision rev round sign square xor""".split()
+# Through these, too, one-hot vectors stay such, or become several of them.
+_OF_INDICATORS = _LINEAR | set(
+    "abs and clamp integer_pow max min ne not or round sign square xor".split()
 )
 
 Shapes = Sequence[tuple[int, ...]]
@@ -167,7 +166,7 @@ def _is_indicator(equation: Any, values: Values, shapes: Shapes) -> bool | None:
         return True
     if name == "convert_element_type":
         return values[0].is_indicator if values[0] else False
-    if name not in _LINEAR | _OF_INDICATORS:
+    if name not in _OF_INDICATORS:
         return False
     # One-hot vectors that are masked or smoothed still look rows up. But what is
     # repeated to this shape is a mask itself, and so is what chooses among cases.
