@@ -11,7 +11,7 @@ AdamW's table it is synchronous AdamW.
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +76,19 @@ def study_lines(names: Mapping[str, str]) -> Iterator[list[str]]:
         yield [name, percent(share), gap]
 
 
-def study_table(names: Mapping[str, str]) -> list[str]:
-    """Synchronous methods, then those with local steps."""
+def study_table(methods: Collection[str]) -> Iterator[str]:
+    """These methods: synchronous ones, then those with local steps."""
     head = ("", "bytes sent", "held-out loss above the best Muon")
     groups = [
         ["**Synchronous on every step**", "", ""],
-        *study_lines({x: SYNCHRONOUS[x] for x in SYNCHRONOUS if x in names}),
+        *study_lines({x: SYNCHRONOUS[x] for x in SYNCHRONOUS if x in methods}),
         ["**Local steps, or larger batches**", "", ""],
-        *study_lines({x: LOCAL[x] for x in LOCAL if x in names}),
+        *study_lines({x: LOCAL[x] for x in LOCAL if x in methods}),
     ]
     return measuring.markdown(head, groups)
 
 
-def budget_table() -> list[str]:
+def budget_table() -> Iterator[str]:
     """`local_muon` by its budget, after all steps."""
     lines = []
     for of in curve_table.points(curve.read(), study.STEPS):
@@ -108,7 +108,7 @@ def budget_table() -> list[str]:
     return measuring.markdown(head, lines)
 
 
-def adamw_table() -> list[str]:
+def adamw_table() -> Iterator[str]:
     """AdamW with local steps by its share of the bytes, against synchronous AdamW.
 
     Of a point that is not reported yet, the best run on the seed of the tuning.
@@ -143,8 +143,8 @@ def adamw_table() -> list[str]:
 
 
 TABLES = {
-    "study, few rows": lambda: study_table(dict.fromkeys(FEW, "")),
-    "study": lambda: study_table(SYNCHRONOUS | LOCAL),
+    "study, few rows": lambda: study_table(FEW),
+    "study": lambda: study_table([*SYNCHRONOUS, *LOCAL]),
     "budgets": budget_table,
     "AdamW": adamw_table,
 }
