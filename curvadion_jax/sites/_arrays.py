@@ -36,7 +36,7 @@ def to_numpy(x: Any) -> np.ndarray:
         return np.asarray(x)
     try:
         return np.from_dlpack(x)
-    except RuntimeError:  # NumPy itself knows no bfloat16
+    except (RuntimeError, BufferError):  # NumPy (BufferError: 2.5) knows no bfloat16
         return np.asarray(jax.dlpack.from_dlpack(x))
 
 
