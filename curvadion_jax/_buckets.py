@@ -82,7 +82,7 @@ class Bucket:
         def encode_piece(first_row, rows):
             return encode(_in_blocks(_take(self.table, first_row, rows), self.block))
 
-        return self._over_pieces(encode_piece)
+        return in_pieces(encode_piece, self.pieces, self.piece_rows, self.last_rows)
 
     def decode(
         self, encoded: jax.Array, decode: Callable[[jax.Array], jax.Array]
@@ -96,7 +96,8 @@ class Bucket:
             blocks, _ = self._blocks_of(encoded, first_row, rows)
             return _reshaped_like(decode(blocks), self.table[:rows])
 
-        return self._split(self._over_pieces(decode_piece))
+        table = in_pieces(decode_piece, self.pieces, self.piece_rows, self.last_rows)
+        return self._split(table)
 
     def subtract(
         self, encoded: jax.Array, decode: Callable[[jax.Array, Any], jax.Array]
@@ -122,10 +123,6 @@ class Bucket:
         if self.last_rows:
             table = subtract_piece(self.pieces, table, self.last_rows)
         return self._split(table)
-
-    def _over_pieces(self, function: Callable[[Any, int], jax.Array]) -> jax.Array:
-        """Joins the results of function(first row of a piece, number of rows)."""
-        return in_pieces(function, self.pieces, self.piece_rows, self.last_rows)
 
     def _blocks_of(
         self, encoded: jax.Array, first_row: Any, rows: int

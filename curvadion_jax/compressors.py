@@ -113,17 +113,15 @@ class Compressor(NamedTuple):
     of_replicas: Callable[[Payload, int], Payload] = lambda payload, replicas: payload
 
     def average_by_device(self, tree: Any, group: Group) -> Averaged:
-        """`average`, by each device of a replica, of its own parts of the arrays."""
+        """`average`, by each device of a replica, of its own parts of the arrays.
 
-        def of_device(group, tree) -> list[tuple[jax.Array, jax.Array]]:
-            mean, unsent = self.average(tree, group)
-            pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(unsent), strict=True)
-            return [*pairs]
-
-        found = group.by_device(of_device, tree)
-        structure = jax.tree.structure(tree)
-        means = structure.unflatten([mean for mean, _ in found])
-        return Averaged(means, structure.unflatten([unsent for _, unsent in found]))
+        Blocks are cut out of what one device holds, so that nothing moves inside of a
+        replica. What several devices hold is sent in pieces, once.
+        """
+        if group.size == 1 or not group.layout.is_divided:
+            return self.average(tree, group)
+        of_parts = lambda parts: self.average(parts, Group(group.axis_name))
+        return Averaged(*_within_replica.by_device(of_parts, tree, group.layout))
 
     def mean(self, contribution: Any, residual: Any, part: Part) -> tuple[Any, Any]:
         """The mean of contributions and residuals, and this replica's new residual."""
@@ -264,13 +262,6 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
             f"multiple of {8 // bits}."
         )
 
-    def average(tree, group):
-        tree = jax.tree.map(at_least_float32, tree)
-        leaves, structure = jax.tree.flatten(tree)
-        if group.size == 1 or not leaves:
-            return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
-        return Averaged(*map(structure.unflatten, _average(group, leaves, bits, block)))
-
     def payload(tree):
         blocks = sum(count_blocks(x, block) for x in jax.tree.leaves(tree))
         return Payload(averaged=blocks * _encoded_bytes(block, bits))
@@ -284,13 +275,18 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
         functools.partial(_encode, bits=bits, block=block),
         functools.partial(_decode, bits=bits, block=block),
     )
+    average = functools.partial(_average, bits=bits, block=block)
     return Compressor(average, payload, codec, of_replicas)
 
 
-def _average(group, leaves, bits: int, block: int):
-    """Returns means and unsent arrays; see `Averaged`."""
+def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
+    """The mean in codes; `quantize` says how it is taken."""
+    tree = jax.tree.map(at_least_float32, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if group.size == 1 or not leaves:
+        return Averaged(tree, jax.tree.map(jnp.zeros_like, tree))
     buckets = make_buckets(leaves, block)
-    encode = _in_cache(functools.partial(_encode_blocks, bits=bits), bits)
+    encode = functools.partial(_encode_blocks, bits=bits)
     decode = functools.partial(_decode_blocks, block=block, bits=bits)
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
     if group.size == 2:
@@ -317,7 +313,7 @@ def _average(group, leaves, bits: int, block: int):
 
     means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
-    return means, unsent
+    return Averaged(structure.unflatten(means), structure.unflatten(unsent))
 
 
 def _average_in_parts(encoded, group, encode, decode, most):
@@ -370,7 +366,7 @@ def _window(x: jax.Array, start: Any, count: int) -> jax.Array:
 def _encode(tree: Any, bits: int, block: int) -> jax.Array:
     """The encoded blocks of all arrays, uint8[blocks, bytes]."""
     buckets = make_buckets([at_least_float32(x) for x in jax.tree.leaves(tree)], block)
-    encode = _in_cache(functools.partial(_encode_blocks, bits=bits), bits)
+    encode = functools.partial(_encode_blocks, bits=bits)
     nothing = jnp.zeros((0, _encoded_bytes(block, bits)), jnp.uint8)
     return jnp.concatenate([nothing, *(bucket.encode(encode) for bucket in buckets)])
 
@@ -398,11 +394,25 @@ def _encoded_bytes(block: int, bits: int) -> int:
     return block * bits // 8 + 4 * (2 if bits == 2 else 1)
 
 
-def _encode_blocks(x: jax.Array, bits: int) -> jax.Array:
-    """Encodes blocks [..., block] of at least float32 as uint8[..., bytes].
+def _encode_blocks(blocks: jax.Array, bits: int) -> jax.Array:
+    """Encodes blocks [n, block] of at least float32 as uint8[n, bytes].
 
-    A block that is not finite has NaN for its scales.
+    A block that is not finite has NaN for its scales. Codes of one and two bits take
+    several passes over a block. So a CPU encodes a few at a time, whose arrays stay in
+    a core's cache. (An accelerator would have too few elements to work on.)
     """
+    encode = functools.partial(_encode_few, bits=bits)
+    if bits > 2 or len(blocks) <= _FEW_BLOCKS:
+        return encode(blocks)
+
+    def by_few(blocks):
+        return jax.lax.map(encode, blocks, batch_size=_FEW_BLOCKS)
+
+    return jax.lax.platform_dependent(blocks, cpu=by_few, default=encode)
+
+
+def _encode_few(x: jax.Array, bits: int) -> jax.Array:
+    """`_encode_blocks` at once, of blocks [..., block]."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     if bits == 1:
         codes = (x < 0).astype(jnp.int8)
@@ -421,26 +431,6 @@ def _encode_blocks(x: jax.Array, bits: int) -> jax.Array:
     octets = [(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
     packed = _pack(jax.lax.bitcast_convert_type(codes, jnp.uint8), bits)
     return jnp.concatenate([packed, *octets], axis=-1)
-
-
-def _in_cache(encode: Callable[[jax.Array], jax.Array], bits: int):
-    """The same function of blocks [n, block], on a CPU of a few of them at a time.
-
-    Codes of one and two bits take several passes over a block, for which these arrays
-    stay in a core's cache. (An accelerator has too few elements of them to work on.)
-    """
-    if bits > 2:
-        return encode
-
-    def by_few(blocks):
-        return jax.lax.map(encode, blocks, batch_size=_FEW_BLOCKS)
-
-    def run(blocks):
-        if len(blocks) <= _FEW_BLOCKS:
-            return encode(blocks)
-        return jax.lax.platform_dependent(blocks, cpu=by_few, default=encode)
-
-    return run
 
 
 def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:

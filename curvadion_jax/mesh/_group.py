@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -102,29 +101,13 @@ class Group:
         """The same replicas, for factors of matrices, by the paths of parameters."""
         return Group(self.axis_name, self.layout.of_factors(factors, made_of))
 
-    def by_device(
-        self, function: Callable[[Group, Any], list], tree: Any
-    ) -> list[tuple[jax.Array, ...]]:
-        """What ``function(group, tree)`` returns, for every device's part of the tree.
-
-        For each leaf that is a tuple of arrays of its shape. Where a replica has
-        several devices, each calls the function with a list of its own parts, and the
-        group to use there (see `_within_replica.by_device`). So taking an array apart
-        moves nothing inside, and nothing crosses between replicas twice.
-        """
-        if self.size == 1 or not self.layout.is_divided:
-            return function(self, tree)
-        run = functools.partial(function, Group(self.axis_name))
-        return _within_replica.by_device(run, tree, self.layout)
-
     def _sums(self, tree: Any) -> Any:
         """Sums over the replicas. What several devices hold is sent in pieces, once."""
         psum = functools.partial(lax.psum, axis_name=self.axis_name)
         if not self.layout.is_divided:
             return psum(tree)
-        one_each = lambda parts: [(total,) for total in psum(parts)]
-        sums = _within_replica.by_device(one_each, tree, self.layout)
-        return jax.tree.unflatten(jax.tree.structure(tree), [x for (x,) in sums])
+        of_parts = lambda parts: (psum(parts),)
+        return _within_replica.by_device(of_parts, tree, self.layout)[0]
 
 
 class Part(NamedTuple):

@@ -62,7 +62,7 @@ def _alike(tree: Any, layout: Layout) -> dict[Any, list[int]]:
 
 
 def calls(tree: Any, layout: Layout) -> list[Any]:
-    """The shapes that a device is given in each call of `Group.by_device`."""
+    """The shapes that a device is given in each call of `by_device`."""
     if not layout.is_divided:
         return [tree]
     shapes = jax.tree.leaves(_parts(tree, layout))
@@ -71,23 +71,32 @@ def calls(tree: Any, layout: Layout) -> list[Any]:
 
 
 def by_device(
-    function: Callable[[list[jax.Array]], list[tuple[jax.Array, ...]]],
+    function: Callable[[list[jax.Array]], tuple[list[jax.Array], ...]],
     tree: Any,
     layout: Layout,
-) -> list[tuple[jax.Array, ...]]:
+) -> tuple[Any, ...]:
     """Calls a function on every device's own parts of arrays, and joins the results.
 
-    The function returns a tuple of arrays like each part, and is called once for all
-    arrays that are sharded over the same axes. If several devices hold the same part,
-    each call is given another piece of it, in one dimension.
+    The function takes a list of parts and returns a tuple of lists like it. It is
+    called once for all arrays that are sharded over the same axes. If several devices
+    hold the same part, each call is given another piece of it, in one dimension.
+
+    Returns:
+      A tuple of trees like `tree`, one for each of those lists.
     """
-    leaves = jax.tree.leaves(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tuple(map(structure.unflatten, function([])))
     specs = layout.of(tree)
-    results: list[Any] = [None] * len(leaves)
+    of_leaves: list[Any] = [None] * len(leaves)  # each leaf's results
+
+    def of_parts(parts):
+        return [*zip(*function(parts), strict=True)]
+
     for (_, shared), members in _alike(tree, layout).items():
         sharded = [specs[index] for index in members]
         mapped = jax.shard_map(
-            functools.partial(_of_pieces, function, shared) if shared else function,
+            functools.partial(_of_pieces, of_parts, shared) if shared else of_parts,
             in_specs=(sharded,),
             out_specs=sharded,
             axis_names=set(layout.axes),
@@ -95,8 +104,8 @@ def by_device(
         )
         found = mapped([leaves[index] for index in members])
         for index, each in zip(members, found, strict=True):
-            results[index] = each
-    return results
+            of_leaves[index] = each
+    return tuple(map(structure.unflatten, zip(*of_leaves, strict=True)))
 
 
 def _of_pieces(function, shared: tuple[str, ...], parts: list) -> list:

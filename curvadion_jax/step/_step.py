@@ -159,8 +159,9 @@ class Steps:
         sync is zeros if the replica is not healthy.
         """
 
-        def of_one(row, residual, common: Common, _):
+        def of_one(row, common: Common):
             given, outcome = row
+            residual = outcome.residual
             moved = _moved(given.params, outcome.updates)
             inner_sound = _finite.is_sound(outcome.inner_state)
             healthy = inner_sound & _finite.all_finite([moved, residual])
@@ -196,9 +197,11 @@ class Steps:
             return synced, common._replace(anchor=new.anchor, sync_state=new.sync_state)
 
         def synchronise(operands):
-            outcome, common = operands
-            row = given, outcome._replace(residual=())
-            return self._synced(of_one, row, outcome.residual, common)
+            # What syncs alone touch, residuals and what is common, may lie in host
+            # memory: it goes to the device and back.
+            outcome, common = _memory.to_device(operands)
+            synced = _rows.over(of_one, self.mesh)((given, outcome), common)
+            return _memory.to_memory_of(synced, operands)
 
         return _once_if(fire, synchronise, (outcome, common))
 
@@ -233,7 +236,9 @@ class Steps:
         """A step with means over the replicas if `fire` says so, else their own."""
         sync: Callable[..., Any] = self.synchronizer.sync
 
-        def of_one(given, residual, common: Common, extra_args):
+        def of_one(row, of_all):
+            given, residual = row
+            common, extra_args = of_all
             inner_sound = _finite.is_sound(given.inner_state)
             healthy = inner_sound & _finite.all_finite([given.params, residual])
             able = healthy & given.finite
@@ -268,29 +273,17 @@ class Steps:
             return synced, common._replace(sync_state=sync_state)
 
         def synchronise(given, residual, common):
-            return self._synced(of_one, given, residual, common, extra_args)
+            on_device, common_there = _memory.to_device((residual, common))
+            synced, new = _rows.over(of_one, self.mesh)(
+                (given, on_device), (common_there, extra_args)
+            )
+            residual = _memory.to_memory_of(synced.residual, residual)
+            return synced._replace(residual=residual), _memory.to_memory_of(new, common)
 
         def alone(given, residual, common):
             return self.own(given, residual, extra_args), common
 
         return _if(fire, synchronise, alone, given, residual, common)
-
-    def _synced(self, of_one, row, residual, common: Common, extra_args=()):
-        """Runs a sync on the rows of all replicas, and returns (outcome, common).
-
-        `of_one` is that of one replica, of the same arguments. Residuals and what is
-        common may lie in host memory, since syncs alone touch them: they go to the
-        device and back.
-        """
-
-        def run(of_replica, of_all):
-            return of_one(*of_replica, *of_all)
-
-        synced, new = _rows.over(run, self.mesh)(
-            (row, _memory.to_device(residual)), (_memory.to_device(common), extra_args)
-        )
-        residual = _memory.to_memory_of(synced.residual, residual)
-        return synced._replace(residual=residual), _memory.to_memory_of(new, common)
 
 
 def _outcome(

@@ -176,9 +176,9 @@ def test_a_few_blocks_at_a_time_have_the_codes_of_all_at_once(bits):
     """Two rounds of a loop and a shorter one; scales to a rounding of their sum."""
     rng = np.random.default_rng(0)
     blocks = rng.normal(size=(2 * compressors._FEW_BLOCKS + 3, 16)).astype(np.float32)
-    encode = functools.partial(compressors._encode_blocks, bits=bits)
     few, all_at_once = (
-        jax.jit(form)(blocks) for form in (compressors._in_cache(encode, bits), encode)
+        jax.jit(encode, static_argnums=1)(blocks, bits)
+        for encode in (compressors._encode_blocks, compressors._encode_few)
     )
     codes = 16 * bits // 8  # bytes in front of the scales
     np.testing.assert_array_equal(few[:, :codes], all_at_once[:, :codes])
