@@ -14,7 +14,7 @@ from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.synchronizers import Synchronizer
-from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
+from curvadion_jax.synchronizers._reconcile import bits_within, reconcile_in_few_bits
 from curvadion_jax.triggers import Trigger
 
 
@@ -51,9 +51,8 @@ def local_muon(
     with orth by five Newton-Schulz iterations (and eps = 1e-7 in the norm before them),
     and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as
     often as `budget` allows. At a sync the replicas average their pseudo-gradients, how
-    far they are from the last common parameters (the anchor a), in 2 bits with error
-    feedback.
-    The anchor takes a Nesterov step along the mean, and all replicas continue from it:
+    far they are from the last common parameters (the anchor a), in 2 bits (from a
+    budget of 0.13 on in 4) with error feedback. The anchor takes a Nesterov step along the mean, and all replicas continue from it:
 
     .. math::
       d &= \mathrm{mean}_i(a - \theta_i), \qquad v \leftarrow d + 0.4\, v \\
@@ -68,6 +67,7 @@ def local_muon(
     ======  ====  =================
     budget  bits  a sync every
     ======  ====  =================
+    0.26    8     step
     0.14    4     step
     0.07    2     step
     0.03    2     2.3 steps
@@ -80,9 +80,11 @@ def local_muon(
         at 0.02.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. None means 0.01, a sync about every 7 steps; from about 0.07 on
-        every step is a sync. Not with `trigger`.
-      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
-        very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
+        every step has a sync. Not with `trigger`.
+      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means the most
+        of 2, 4 and 8 with which every step can have a sync within the budget, or else
+        2. For very small budgets (0.001), try 4. Cannot be combined with
+        `synchronizer`.
       momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
         short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
       weight_decay: decoupled, of matrices only, times the learning rate.
@@ -160,10 +162,10 @@ def local_muon(
         mu_dtype=mu_dtype,
         nesterov=True,
     )
-    if budget is not None:
-        _arguments.check_budget(budget)
-    if trigger is None:
-        trigger = triggers.evenly(triggers.DEFAULT_BUDGET if budget is None else budget)
+    budget = triggers.DEFAULT_BUDGET if budget is None else budget
+    _arguments.check_budget(budget)
+    trigger = triggers.evenly(budget) if trigger is None else trigger
+    bits = bits_within(budget) if bits is None else bits
 
     def matrices(numbers):
         return muon(
