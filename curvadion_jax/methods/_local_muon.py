@@ -51,8 +51,9 @@ def local_muon(
     with orth by five Newton-Schulz iterations (and eps = 1e-7 in the norm before them),
     and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as
     often as `budget` allows. At a sync the replicas average their pseudo-gradients, how
-    far they are from the last common parameters (the anchor a), in 2 bits (from a
-    budget of 0.13 on in 4) with error feedback. The anchor takes a Nesterov step along the mean, and all replicas continue from it:
+    far they are from the last common parameters (the anchor a), in 2 bits with error
+    feedback, or in more where the budget allows them. The anchor takes a Nesterov step
+    along the mean, and all replicas continue from it:
 
     .. math::
       d &= \mathrm{mean}_i(a - \theta_i), \qquad v \leftarrow d + 0.4\, v \\

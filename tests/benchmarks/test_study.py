@@ -9,6 +9,7 @@ import corpus as corpus_files
 import curve
 import curve_table
 import data
+import ideas
 import jax
 import jax.numpy as jnp
 import measuring
@@ -40,10 +41,15 @@ def test_examples():
     assert not any(doctest.testmod(x).failed for x in (study, table, curve_table))
 
 
-@pytest.mark.parametrize("method", rows.METHODS | curve.METHODS)
+# Of the ideas those of one share, which differ as all do.
+METHODS = rows.METHODS | curve.METHODS
+METHODS |= {x: ideas.METHODS[x] for x in ideas.METHODS if ", 0.3%, " in x}
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_built(method):
     rate, mesh = simulate.schedule(0.02, 100), cd.replicas.simulated(2)
-    tx = (rows.METHODS | curve.METHODS)[method](rate, 100, mesh)
+    tx = METHODS[method](rate, 100, mesh)
     assert jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
 
 
