@@ -148,7 +148,7 @@ ROOT = HERE.parent
 # Written here, since Markdown that is read elsewhere would show a list of contents.
 CHILDREN = {
     "tutorial": ("one-device",),
-    "own-loop": ("loop-exceptions", "matrices"),
+    "own-loop": ("models", "loop-exceptions", "matrices"),
     "sharding": ("multi-host",),
     "sites": ("from-pytorch", "operate-sites", "levanter"),
     "concepts": ("glossary",),
