@@ -66,7 +66,8 @@ def curvadion(
         train with a budget first. Cannot be combined with `budget`.
       rank: as for :func:`dion`, but None means full rank (1.0). A low rank reduces what
         Dion sends, and local steps send nothing.
-      momentum: decay rate of the local momentum; a number in [0, 1) or a schedule.
+      momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
+        schedule.
       weight_decay, weight_decay_mask, mu_dtype: as for :func:`dion`.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. The bytes of votes are not counted.

@@ -86,8 +86,8 @@ def local_muon(
         of 2, 4 and 8 with which every step can have a sync within the budget, or else
         2. For very small budgets (0.001), try 4. Cannot be combined with
         `synchronizer`.
-      momentum: decay rate of the local momentum; a number in [0, 1) or a schedule. For
-        short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
+      momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
+        schedule. For short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
       weight_decay: decoupled, of matrices only, times the learning rate.
       weight_decay_mask: which of the matrices decay: a tree of bools like the
         parameters, or a prefix of one, or a function of the parameters that returns
