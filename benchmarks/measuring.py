@@ -8,6 +8,8 @@ wait for each other.
 """
 
 import argparse
+import itertools
+import operator
 import random
 import statistics
 import time
@@ -82,6 +84,21 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[s
     yield f"{'|---' * len(header)}|"
     for row in rows:
         yield f"| {' | '.join(row)} |"
+
+
+def grouped(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
+    """Rows without their first cell: in bold, it heads those that share it.
+
+    So a table fits a phone.
+
+    Examples:
+        >>> [*grouped([("a", "1", "2"), ("a", "3", "4")])]
+        [['**a**', ''], ['1', '2'], ['3', '4']]
+    """
+    for name, members in itertools.groupby(rows, key=operator.itemgetter(0)):
+        lines = [list(row[1:]) for row in members]
+        yield [f"**{name}**", *[""] * (len(lines[0]) - 1)]
+        yield from lines
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -143,7 +143,6 @@ def board() -> Iterator[list[str]]:
             str(place + 1),
             f"[{name}](entries/{name}.py)",
             f"{max(map(share, log.values())):.2%}",
-            ", ".join(f"{log[seed]['loss']:.4f}" for seed in study.SEEDS),
             table.spread(table.above(log, best), 1, "%"),
             f"{p_value(log, complete[below[0]]):.3f}" if below else "",
             log[0]["date"],
@@ -165,7 +164,7 @@ def p_value(lower: Mapping[int, Any], higher: Mapping[int, Any]) -> float:
 
 
 HEADER = (
-    *("", "entry", "bytes", "loss of seeds 0, 1, 2", "above the best Muon"),
+    *("", "entry", "bytes", "above the best Muon"),
     *("p against the row below", "date"),
 )
 

@@ -75,15 +75,15 @@ def gaps(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Place, str], float]:
 def table(rows: list[Mapping[str, Any]]) -> list[str]:
     """The lines of a Markdown table."""
     found, above = best(rows), gaps(rows)
-    header = ["width", "replicas", "tokens per replica and step", "tokens", "method"]
-    header += ["learning rate", "loss", "above the best Muon", "bytes"]
+    header = ["method", "learning rate", "loss", "above the best Muon", "bytes"]
 
     def lines():
         for (place, method), row in sorted(found.items()):
             gap = above.get((place, method))
             share = row["bytes"] / row["synchronous_bytes"]
+            width, replicas, batch, tokens = (f"{x:,}" for x in place)
             yield [
-                *(f"{x:,}" for x in place),
+                f"width {width}, {replicas} replicas, {batch} tokens, {tokens} in all",
                 method,
                 f"{row['run']['rate']:g}",
                 f"{row['loss']:.4f}",
@@ -91,7 +91,7 @@ def table(rows: list[Mapping[str, Any]]) -> list[str]:
                 f"{100 * share:.2f}%",
             ]
 
-    return [*measuring.markdown(header, lines())]
+    return [*measuring.markdown(header, measuring.grouped(lines()))]
 
 
 def of_study() -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def of_study() -> list[dict[str, Any]]:
 def throughput(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The lines of the table of the variants."""
     names = ("at_once", "half", "attention")
-    header = ["replicas together", "bfloat16 activations", "attention"]
+    header = ["at once", "bfloat16", "attention"]
 
     def lines():
         for row in rows:

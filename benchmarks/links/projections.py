@@ -106,9 +106,7 @@ def projections() -> Iterator[tuple[str, ...]]:
     for name, (link, paper) in LINKS.items():
         alone, overlapped = (Case(link).speedup(overlap) for overlap in (False, True))
         yield (
-            name,
-            f"{link.bandwidth / 1e9:g}",
-            f"{link.round_trip_time * 1e3:g}",
+            f"{name} ({link.bandwidth / 1e9:g}, {link.round_trip_time * 1e3:g})",
             "-" if paper is None else f"{paper:.2f}",
             f"{alone:.2f}",
             f"{overlapped:.2f}",
@@ -162,7 +160,7 @@ def _variations() -> dict[str, dict[str, dict]]:
 
 def tables() -> str:
     """Both, as Markdown."""
-    head = ("link", "Gb/s", "RTT ms", "paper", "no overlap", "full overlap")
+    head = ("link (Gb/s, RTT in ms)", "paper", "no overlap", "full overlap")
     other = ("input", "values", *(list(LINKS)[i] for i in (1, 6)))
     first = measuring.markdown((*head, "comes out"), projections())
     return "\n".join([*first, "", *measuring.markdown(other, sensitivity())])

@@ -113,16 +113,14 @@ def rows() -> Iterator[tuple[str, ...]]:
         for name, link in LINKS.items():
             budget = largest_budget(training, link)
             yield (
-                training.name,
-                f"{training.compute_time:.2f} s",
+                f"{training.name}, {training.compute_time:.2f} s a step",
                 name,
                 _percent(synchronous(training, link)),
                 *(
                     " / ".join(map(_percent, budgeted(training, link, share)))
                     for share in BUDGETS
                 ),
-                f"{100 * budget:.2g}%",
-                f"{math.ceil(training.share / budget):,}",
+                f"{100 * budget:.2g}% ({math.ceil(training.share / budget):,})",
             )
 
 
@@ -135,12 +133,9 @@ def _percent(method: Method) -> str:
 
 def table() -> list[str]:
     """The lines of a Markdown table."""
-    budgets = (f"{100 * budget:g}% of the bytes" for budget in BUDGETS)
-    head = (
-        *("model", "computation", "link", "synchronous", *budgets),
-        *(f"budget that waits {TOLERATED:.0%}", "steps between its syncs"),
-    )
-    return [*measuring.markdown(head, rows())]
+    budgets = (f"{100 * budget:g}%" for budget in BUDGETS)
+    head = ("link", "all bytes", *budgets, f"waits {TOLERATED:.0%} (a sync every)")
+    return [*measuring.markdown(head, measuring.grouped(rows()))]
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
-"""The table of `README.md` from `results.jsonl`.
+"""The tables of `README.md` from `results.jsonl`.
 
 python benchmarks/peers/peers_table.py
 """
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import measuring
+
 RESULTS = Path(__file__).with_name("results.jsonl")
 _OURS = "ours"
+MOMENTS = (1, 5, 20, 50, 300)  # steps that the page shows; the rows have more
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Losses by seed, and how far each ends from ours, in percent of our loss.
 
     Examples:
-        >>> row = {"peer": "them", "setting": "s", "seed": 0, "distance": {"b": {"9": 0}}}
-        >>> row |= {"until": 300, "steps": 300}
-        >>> print(table([row | {"loss": {"ours": 2.0, "b": 2.1}}]).splitlines()[-1])
-        | them, s | b | 0: 2.1000 | 5.00% | 0.0e+00 |
-    """  # noqa: E501
+        >>> row = {"peer": "them", "setting": "s", "seed": 0, "until": 9, "steps": 9}
+        >>> row |= {"distance": {"b": {"9": 0}}}
+        >>> text = table([row | {"loss": {"ours": 2.0, "b": 2.1}}])
+        >>> text.splitlines()[-1]
+        '| b | 0: 2.1000 | 5.00% | 0.0e+00 |'
+    """
     runs: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
     for row in rows:
         name = f"{row['peer']}, {row['setting']}"
@@ -29,8 +36,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
             name += f", stopped at step {row['until']}"
         for trainer in row["loss"]:
             runs.setdefault((name, trainer), {})[row["seed"]] = row
-    lines = ["| what ran | whose | loss by seed | above ours | apart at the end |"]
-    lines.append("|---|---|---|---|---|")
+    lines = []
     for (name, trainer), by_seed in runs.items():
         losses = {seed: row["loss"][trainer] for seed, row in sorted(by_seed.items())}
         above = [
@@ -45,8 +51,9 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
             "" if trainer == _OURS else _spread(above),
             "" if trainer == _OURS else f"{statistics.mean(apart):.1e}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    header = ("whose", "loss by seed", "above ours", "apart at the end")
+    return "\n".join(measuring.markdown(header, measuring.grouped(lines)))
 
 
 def distances(row: Mapping[str, Any], trainer: str) -> list[float]:
@@ -57,18 +64,15 @@ def distances(row: Mapping[str, Any], trainer: str) -> list[float]:
 
 def steps(rows: Iterable[Mapping[str, Any]]) -> str:
     """How far the parameters are apart, by step, seed 0."""
-    chosen = [row for row in rows if row["seed"] == 0]
-    moments = sorted(
-        {int(s) for r in chosen for d in r["distance"].values() for s in d}
-    )
-    lines = [f"| what ran | whose | from | {' | '.join(map(str, moments))} |"]
-    lines.append("|---|---|---" + "|---" * len(moments) + "|")
-    for row in chosen:
-        for trainer, found in row["distance"].items():
-            cells = [f"{found[str(m)]:.0e}" if str(m) in found else "" for m in moments]
-            names = f"{row['peer']} | {trainer} | {next(iter(row['loss']))}"
-            lines.append(f"| {names} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = []
+    for row in rows:
+        for trainer, found in row["distance"].items() if row["seed"] == 0 else ():
+            cells = [f"{found[str(m)]:.0e}" if str(m) in found else "" for m in MOMENTS]
+            lines.append(
+                [f"{row['peer']}, from {next(iter(row['loss']))}", trainer, *cells]
+            )
+    header = ("whose", *map(str, MOMENTS))
+    return "\n".join(measuring.markdown(header, measuring.grouped(lines)))
 
 
 def _spread(values: list[float]) -> str:

@@ -125,15 +125,12 @@ def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[lis
         share = statistics.fmean(
             table.share_of_bytes(row, steps) for row in of.rows.values()
         )
-        goal = GOALS.get(of.form.budget) if of.form.name == LOCAL_MUON else None
         long = steps == study.STEPS and not adamw
         yield [
-            *(of.form.name, f"{of.form.budget:.1%}", f"{share:.2%}"),
+            *(f"{of.form.name}, {of.form.budget:.1%}", f"{share:.2%}"),
             f"{of.setting}, {of.rate:g}" + ", not tuned yet" * (not of.tuned),
             spread(gaps),
-            ", ".join(map(str, sorted(of.rows))),
-            f"{goal:g}%" if goal and long else "",
-            spread(steps_needed(of), 2, "") if long else "",
+            *[spread(steps_needed(of), 2, "")] * long,
         ]
     others = OTHERS_OF_ADAMW if adamw else OTHERS
     against = table.by_seed(
@@ -142,9 +139,10 @@ def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[lis
     for method in others:
         runs = table.by_seed(study.read(), method, steps)
         share = statistics.fmean(table.share_of_bytes(x, steps) for x in runs.values())
-        gaps, seeds = table.above(runs, against), ", ".join(map(str, sorted(runs)))
+        gaps = table.above(runs, against)
         rate = f"the study's, {study.best_rate(study.read(), method):g}"
-        yield [method, "", f"{share:.2%}", rate, spread(gaps), seeds, "", ""]
+        long = steps == study.STEPS and not adamw
+        yield [method, f"{share:.2%}", rate, spread(gaps), *[""] * long]
 
 
 def tuning_lines(results: study.Results) -> Iterator[list[str]]:
@@ -196,22 +194,22 @@ def first_lines(results: study.Results) -> Iterator[list[str]]:
         yield cells
 
 
-HEADER = (
-    *("method", "budget", "bytes", "recipe", "above", "seeds", "goal"),
-    "steps for one of the best Muon's",
-)
+HEADER = ("method, budget", "bytes", "recipe", "above", "steps for one")
 
 
 def document(results: study.Results) -> str:
     """All tables."""
     dates = sorted({row["date"] for row in study.read(curve.FILE).values()})
+    goals = ", ".join(f"{goal:g}% at {share:.1%}" for share, goal in GOALS.items())
     parts = [
         "# Loss over bytes\n\nWritten by `curve_table.py`; rows of `curve.py` "
         f"({' to '.join(dict.fromkeys((dates[0], dates[-1])))}) and of the study. "
         "*Above* is the held-out loss above the best synchronous Muon (momentum "
         "from 0.8 to 0.95), or above synchronous AdamW, of the same seed and steps: "
         "mean ± standard deviation of the paired differences of three seeds, of fewer "
-        "the values. *Bytes* have the mean of the replicas that ends local steps.",
+        "the values, from seed 0 on. *Bytes* have the mean of the replicas that ends "
+        "local steps. *Steps for one* are the steps that are worth one of the best "
+        f"Muon's. What `local_muon` aims at after {study.STEPS:,} steps: {goals}.",
     ]
     for steps in (study.STEPS, study.QUARTER):
         for adamw in (False, True):
@@ -219,7 +217,8 @@ def document(results: study.Results) -> str:
             if lines:
                 against = "synchronous AdamW" if adamw else "the best synchronous Muon"
                 title = f"## {steps:,} steps, above {against}"
-                text = "\n".join(measuring.markdown(HEADER, lines))
+                header = HEADER[: len(lines[0])]
+                text = "\n".join(measuring.markdown(header, lines))
                 parts.append(f"{title}\n\n{text}")
     models = (f"{x.name}, {x.compute_time:.2f} s a step" for x in waiting.TRAININGS)
     first = measuring.markdown(("link, 50 ms", *models), first_lines(results))

@@ -102,40 +102,47 @@ def share_of_steps(
     return [100 * study.STEPS / steps * share for share in needed]
 
 
-HEADER = [
-    *("method", "learning rate", "bytes", "syncs", "loss", "above Muon"),
-    *("above the best Muon", "below AdamW"),
-    *("steps of Muon for this loss", "steps of the best Muon", "seeds"),
-]
+LOSSES = ("method", "bytes", "syncs", "loss", "above the best Muon")
+COMPARED = ("method, learning rate", "above Muon", "below AdamW")
+STEPS = ("steps of Muon", "of the best Muon")
 
 
 def table(results: study.Results, steps: int) -> str:
-    """All methods after so many steps, in Markdown; losses in nats per byte."""
+    """All methods after so many steps, in Markdown; losses in nats per byte.
+
+    Two tables, so that each fits a phone.
+    """
     muon, best, adamw = (
         by_seed(results, name, steps) for name in (MUON, BEST_MUON, ADAMW)
     )
-    lines = []
+    losses, compared = [], []
     for method in METHODS:
         rows = by_seed(results, method, steps)
         if not rows:
             continue
         share = [100 * share_of_bytes(x, steps) for x in rows.values()]
+        name = method if len(rows) == len(study.SEEDS) else f"{method} ({len(rows)})"
         cells = [
-            method,
-            f"{study.best_rate(results, method):g}",
+            name,
             f"{statistics.fmean(share):.2f}%",
             f"{statistics.fmean(x['syncs'] for x in rows.values()):.0f}",
             spread([x["loss"] for x in rows.values()], 4),
-            *(spread(above(rows, x), unit="%") for x in (muon, best)),
-            spread([-x for x in above(rows, adamw)], 1, "%"),
-            *(
-                spread(share_of_steps(results, method, x, steps), 0, "%")
-                for x in (MUON, BEST_MUON)
-            ),
-            str(len(rows)),
+            spread(above(rows, best), unit="%"),
         ]
-        lines.append(cells)
-    return "\n".join(measuring.markdown(HEADER, lines))
+        losses.append(cells)
+        cells = [
+            f"{name}, {study.best_rate(results, method):g}",
+            spread(above(rows, muon), unit="%"),
+            spread([-x for x in above(rows, adamw)], 1, "%"),
+        ]
+        if steps == study.STEPS:  # a quarter of them has hardly any to show
+            against = (MUON, BEST_MUON)
+            needed = (share_of_steps(results, method, x, steps) for x in against)
+            cells += [spread(each, 0, "%") for each in needed]
+        compared.append(cells)
+    header = COMPARED + STEPS * (steps == study.STEPS)
+    first, second = (LOSSES, losses), (header, compared)
+    return "\n\n".join("\n".join(measuring.markdown(*x)) for x in (first, second))
 
 
 def headline(results: study.Results) -> str:
@@ -192,8 +199,10 @@ def document(results: study.Results) -> str:
     parts = [
         f"# Results of the study\n\nWritten by `table.py`. {where}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}. ± is "
-        "the standard deviation over seeds; methods are compared on equal seeds. The "
-        f"best Muon is {BEST_MUON!r}.",
+        f"the standard deviation over {len(study.SEEDS)} seeds (of fewer, their number "
+        "is in brackets after the method); methods are compared on equal seeds. The "
+        f"best Muon is {BEST_MUON!r}. *Steps of Muon* and *of the best Muon* are the "
+        "share of the steps after which they have this loss.",
         f"## In words\n\n{study.STEPS:,} steps.\n\n{headline(results)}",
     ]
     for steps in (study.STEPS, study.QUARTER):

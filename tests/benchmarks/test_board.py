@@ -47,8 +47,8 @@ def test_an_entry_of_more_than_a_percent_is_not_on_the_board(tmp_path, monkeypat
             study.append(tmp_path / f"{name}.jsonl", row)
     first, second = board.board()  # "b" sends 1.01%
     assert ("[c]" in first[1], "[a]" in second[1]) == (True, True)
-    assert float(first[5]) < 0.001
-    assert second[5] == ""
+    assert float(first[4]) < 0.001
+    assert second[4] == ""
 
 
 def test_the_page_has_the_board():

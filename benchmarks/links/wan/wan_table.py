@@ -202,7 +202,7 @@ def number(x: float) -> str:
 
 def seconds_table(measured: Measured) -> Iterator[str]:
     """Milliseconds of steps, and seconds to each loss, by link and method."""
-    header = ["link", "method", "local step, ms", "step with a sync, ms"]
+    header = ["method", "local, ms", "sync, ms"]
     header += [f"s to {loss:.3f}" for loss in measured.wanted]
 
     def cell(row: Row, wanted: float) -> str:
@@ -211,7 +211,7 @@ def seconds_table(measured: Measured) -> Iterator[str]:
             return ""
         seconds = seconds_to(runs, row, wanted)
         best = min(min(run["curve"].values()) for run in runs)
-        return f"not reached, {best:.3f}" if seconds is None else number(seconds)
+        return f"({best:.3f})" if seconds is None else number(seconds)
 
     def lines():
         for row in measured.times:
@@ -221,7 +221,7 @@ def seconds_table(measured: Measured) -> Iterator[str]:
             cells = [cell(row, wanted) for wanted in measured.wanted]
             yield [row["link"], _name(row["method"]), local, sync, *cells]
 
-    return measuring.markdown(header, lines())
+    return measuring.markdown(header, measuring.grouped(lines()))
 
 
 def _name(method: str) -> str:
@@ -249,8 +249,7 @@ def lengths_table(measured: Measured) -> Iterator[str]:
 
 def steps_table(measured: Measured) -> Iterator[str]:
     """Steps with a sync: measured, and by the calculator, ideal and as gloo."""
-    header = ["link", "method", "received, kB", "measured, ms"]
-    header += ["ideal, ms", "measured / ideal", "gloo, ms", "measured / gloo"]
+    header = ["method", "kB", "measured, ms", "over ideal", "over gloo"]
 
     def lines():
         for row in measured.times:
@@ -258,17 +257,15 @@ def steps_table(measured: Measured) -> Iterator[str]:
             received = [x["received"] for x in row["steps"] if x["synced"]]
             cells = [f"{statistics.median(received) / 1e3:,.0f}", f"{1e3 * sync:,.0f}"]
             for gloo in (False, True):
-                seconds = measured.predicted(row, gloo)
-                cells += [f"{1e3 * seconds:,.0f}", f"{sync / seconds:.2f}"]
+                cells.append(f"{sync / measured.predicted(row, gloo):.2f}")
             yield [row["link"], _name(row["method"]), *cells]
 
-    return measuring.markdown(header, lines())
+    return measuring.markdown(header, measuring.grouped(lines()))
 
 
 def messages_table(measured: Measured) -> Iterator[str]:
     """All-reduces of one array: measured, and by the calculator."""
-    header = ["link", "bytes", "measured, ms", "ideal, ms", "measured / ideal"]
-    header += ["gloo, ms", "measured / gloo"]
+    header = ["bytes", "measured, ms", "over ideal", "over gloo"]
 
     def lines():
         for row in measured.messages:
@@ -277,10 +274,10 @@ def messages_table(measured: Measured) -> Iterator[str]:
                 cells = [row["link"], f"{int(size):,}", f"{1e3 * seconds:,.1f}"]
                 for gloo in (False, True):
                     time = cost_model.ring_time(load, 2, link_of(row, gloo))
-                    cells += [f"{1e3 * time:,.1f}", f"{seconds / time:.2f}"]
+                    cells.append(f"{seconds / time:.2f}")
                 yield cells
 
-    return measuring.markdown(header, lines())
+    return measuring.markdown(header, measuring.grouped(lines()))
 
 
 def speed(rate: float, rates: Sequence[float]) -> str:
