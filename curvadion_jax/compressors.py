@@ -91,7 +91,7 @@ class Compressor(NamedTuple):
       payload: tree -> :class:`Payload`, the bytes of one mean, from shapes alone.
       codec: :class:`Codec` for contributions that are decoded one by one, or None.
       of_replicas: (payload, N) -> the payload of a mean over N replicas, should it
-        depend on their number, as where they divide among them what is averaged.
+        depend on N, as where replicas divide the arrays among them.
 
     Example:
       >>> def average(tree, group):

@@ -1,4 +1,4 @@
-"""What was sent, when and why: counters in the optimizer state, and their reading.
+"""Counters of syncs, votes and bytes in the optimizer state, and their reading.
 
 The bytes of a sync are those of `_AdaptiveSync._costs`, from shapes.
 """
@@ -239,21 +239,21 @@ def read(opt_state: Any, params: Any = None) -> Report:
       * `share`: bytes sent, over those of synchronous training,
       * `steps`, `syncs`, `sync_rate` (their ratio), `since` (local steps since the last
         sync), `replicas`, and `votes`: steps on which replicas reduced a decision,
-      * `bytes`: what one of N replicas has sent, 2 (N - 1) / N times what was averaged
-        and N - 1 times what was gathered, if all syncs cost what they cost now (one in
-        which no replica takes part costs less, and counts in full);
-        `synchronous_bytes`: what float32 gradients averaged on every step would have
-        sent,
+      * `bytes`: bytes that one of N replicas has sent, 2 (N - 1) / N times the arrays
+        that were averaged and N - 1 times those that were gathered, if all syncs cost
+        as much as now (a sync in which no replica takes part costs less, and counts in
+        full); `synchronous_bytes`: the same for float32 gradients averaged on every
+        step,
       * of triggers that measure, `value`: the last value, the largest of this process
         (of `at_intervals` the largest since the last sync; absent replicas have one
-        too); `threshold`: what it was compared with; `layer`: path of its parameter in
+        too); `threshold`: its limit then; `layer`: path of its parameter in
         `params`, else its index among the leaves,
-      * what is not as it should be, where it happened: the counts of
-        :class:`Counters` from `nonfinite` to `displaced`, a list of one number for each
-        replica of this process; `alike`: how many replicas had the same parameters as
-        another one before the last sync although local steps had moved them, so their
-        gradients were averaged, or they were given the same batch; `anchors_differ`:
-        copies of the anchor that should be the same are not.
+      * faults, if there were any: the counts of :class:`Counters` from `nonfinite` to
+        `displaced`, a list of one number for each replica of this process; `alike`: how
+        many replicas had the same parameters as another one before the last sync
+        although local steps had moved them, so their gradients were averaged, or they
+        were given the same batch; `anchors_differ`: copies of the anchor that should be
+        the same are not.
 
     Raises:
       ValueError: if there are no counters, or several.

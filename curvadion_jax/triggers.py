@@ -52,7 +52,7 @@ _LARGEST_PERIOD = 2**15
 
 
 class Clock(NamedTuple):
-    """What all replicas know of a step. Python numbers do, too.
+    """A step's numbers that are the same on all replicas; arrays, or Python numbers.
 
     Attributes:
       steps: int32[], steps taken before this one.
@@ -68,7 +68,7 @@ class Clock(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a trigger sees of one replica.
+    """The state of one replica, for a trigger.
 
     Attributes:
       gradients: this step's, after `before`; zeros where they are not finite.
@@ -78,8 +78,8 @@ class Seen(NamedTuple):
       after_is_known: whether it is that; False if a transformation around Dion passes
         no extra arguments on.
       finite: bool[], whether the gradients are finite.
-      present: bool[], whether the replica has a weight. What it requests without one
-        does not count.
+      present: bool[], whether the replica has a weight. Its requests without a weight
+        do not count.
       anchor: the parameters that all replicas had after the last sync; () where the
         synchronizer keeps none.
       clock: :class:`Clock`.
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a trigger measured on one replica.
+    """The value that a trigger measured on one replica.
 
     Attributes:
       value: float32[]; a sync is requested unless it is at most the threshold, so NaN
@@ -297,7 +297,7 @@ class BudgetState(NamedTuple):
 def budget(
     rate: float, of: Trigger | None = None, *, ahead: float = 1.0, behind: float = 1.0
 ) -> Trigger:
-    r"""Spends a share of the bytes of synchronous training when a value says so.
+    r"""Spends a share of the bytes of synchronous training, by another trigger's value.
 
     The value of another trigger decides when the replicas synchronise, and the rate
     how often. With p = rate / cost, the syncs per step that are paid for, the

@@ -1,4 +1,4 @@
-"""Which parameters are matrices, along which axes: the loss's program tells."""
+"""Which parameters are matrices, and along which axes, read from the loss."""
 
 # `from_loss` traces the loss. `_reader` follows the parameters through its equations:
 # `_primitives` names the handler of each, `_values` and `_axes` have what is known of

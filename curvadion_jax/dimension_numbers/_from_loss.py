@@ -33,9 +33,9 @@ def from_loss(
     A parameter that is multiplied with data is a matrix. The axes that the product sums
     over are its inputs, the others its outputs, heads included. Scanned layers and
     experts are stacks of matrices. The other optimizer trains embeddings, output heads,
-    convolutions, vectors, and what is only added or multiplied by elements. It also
-    trains what the program does not tell: a warning names these parameters, and
-    `answers` decides about them.
+    convolutions, vectors, and parameters that are only added or multiplied by elements.
+    It also trains parameters that the program does not decide: a warning names them,
+    and `answers` decides about them.
 
     Args:
       loss_fn: the training loss of one replica, called as ``loss_fn(params, *args,
@@ -43,16 +43,16 @@ def from_loss(
         `jax.value_and_grad` with ``has_aux=True``.
       params: the parameters that the optimizer trains, of one replica: any tree of
         arrays or `jax.ShapeDtypeStruct`.
-      *args: what else the loss takes, such as a batch of two examples or more. Arrays
-        may be abstract, too; other objects are given to the loss as they are.
+      *args: other arguments of the loss, such as a batch of at least two examples.
+        Arrays may be abstract, too; other objects are given to the loss as they are.
       answers: decisions that replace what is read: a dictionary from a parameter's
         path, or a part of paths such as ``'mlp/gate'``, to its dimension numbers, or to
         None for the other optimizer.
       **kwargs: for the loss, like `args`.
 
     Returns:
-      A :class:`Partition`, for the optimizer's ``dimension_numbers=``. Printed, it says
-      what each parameter is, and which line of the program uses it.
+      A :class:`Partition`, for the optimizer's ``dimension_numbers=``. Printed, it
+      lists the kind of each parameter, and the line of the program that decides it.
 
     Raises:
       ValueError: if `loss_fn` returns a gradient or new parameters, if no parameter
@@ -62,7 +62,7 @@ def from_loss(
         dimension numbers.
 
     Warns:
-      PartitionWarning: if there are parameters about which the program does not tell.
+      PartitionWarning: if the program does not decide about some parameters.
 
     Example:
       >>> import jax.numpy as jnp

@@ -76,8 +76,8 @@ def curvadion(
       synchronizer: replaces the sync described above.
       decision_interval: number of steps from one vote of the replicas to the next; None
         means 1. A vote costs a round trip over the slow link. A request waits up to
-        ``decision_interval - 1`` steps, on which nothing is sent. What a budget allows
-        beyond one sync per interval is not spent.
+        ``decision_interval - 1`` steps, on which nothing is sent. There is at most one
+        sync per interval, so a larger budget is not spent.
       before: as for :func:`adaptive_sync`, such as ``optax.clip_by_global_norm(1.0)``.
       mesh: as for :func:`adaptive_sync`. None means a single replica, on which the
         default sync sends nothing and takes no outer step: the result is Dion's. A

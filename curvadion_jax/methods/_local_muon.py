@@ -60,10 +60,10 @@ def local_muon(
       a &\leftarrow a - (d + 0.4\, v), \qquad \theta_i \leftarrow a
 
     This is MuLoCo in 2 bits, with other constants in the outer step, and a byte budget
-    in place of a period; `presets.muloco` has the authors' values. It is the
+    instead of a period; `presets.muloco` has the authors' values. It is the
     recommended method. For syncs triggered by the momentum see :func:`curvadion`.
 
-    What a share of the bytes buys, in a model of large matrices:
+    Syncs by budget, in a model of large matrices:
 
     ======  ====  =================
     budget  bits  a sync every

@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What a step sends between replicas, printed as a table.
+    """The messages that a step sends between replicas, printed as a table.
 
     Attributes:
       every_step: messages that no trigger decides on. A condition of your own, such as
@@ -74,12 +74,12 @@ class _WithoutDevices(Audit):
 def audit(
     step: Callable[..., Any] | jax.stages.Compiled, mesh: Replicas, *arguments: Any
 ) -> Audit:
-    """Compiles a training step and says what it sends between replicas.
+    """Compiles a training step and lists its messages between replicas.
 
-    Call it once, before training, as a proof of what is sent. A step that goes by the
-    step number sends nothing outside of syncs; one with RMMC an ``s32[]``, the vote (in
-    a row of its own where it is not on every step). If anything else stands under
-    "every step", something in the step looks at all replicas at once: a transformation
+    Call it once, before training. With a trigger that goes by the step number, a step
+    sends nothing outside of syncs. With RMMC it sends an ``s32[]``, the vote, which has
+    its own row if replicas do not vote on every step. If "every step" lists anything
+    else, a part of the step uses all replicas at once: a transformation
     around the optimizer that is not elementwise (`optax.clip_by_global_norm`: pass it
     as ``before=``), or a mean of metrics (return rows, and average on the host).
 

@@ -22,9 +22,9 @@ def lift(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an Optax transformation of one replica one of rows.
 
-    Whatever looks at more than one element, such as `optax.clip_by_global_norm`, would
-    otherwise see all replicas at once: it would clip by the norm over all of them, and
-    send a number between them on every step. Optimizers of this library are of rows
+    A transformation that is not elementwise, such as `optax.clip_by_global_norm`, would
+    otherwise get all replicas at once: it would clip by the norm over all of them, and
+    send a number between them on every step. This library's optimizers are of rows
     already, and take such a transformation as ``before=``. Keys of
     `jax.random.key` in its state, as of `optax.add_noise`, become each replica's own.
 

@@ -50,8 +50,8 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
       UserWarning: if an argument by keyword, or an array that the function uses and is
         not given (of a closure, an object, a default or a global one), looks like rows
         or is a random key; if the function changes an object in place, such as an nnx
-        module, and seems not to return what it changed. Of a key that the function
-        makes itself nobody knows.
+        module, and seems not to return the change. A key that the function makes
+        itself is not detected.
 
     Example:
       >>> import jax.numpy as jnp

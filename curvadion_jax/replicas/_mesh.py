@@ -102,7 +102,7 @@ def simulated(replicas: int) -> Simulated:
       replicas: their number, at least 1.
 
     Returns:
-      What functions take in place of a mesh.
+      An object that functions take instead of a mesh.
 
     Raises:
       ValueError: if `replicas` is not an int of at least 1.

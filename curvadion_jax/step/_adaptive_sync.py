@@ -46,7 +46,7 @@ def adaptive_sync(
     before: optax.GradientTransformation | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets replicas take local steps, and synchronises them when the trigger says so.
+    """Lets replicas take local steps, and synchronises them when a trigger decides so.
 
     The result is an ordinary Optax transformation of rows: gradients and parameters are
     [R, ...], with a row for each replica. On most steps every replica takes its own
@@ -63,17 +63,17 @@ def adaptive_sync(
     (:func:`curvadion_jax.metrics.read`).
 
     .. warning::
-      A transformation around this one sees all replicas at once. One that looks at more
-      than a single element, such as `optax.clip_by_global_norm`, would clip by the norm
-      over all replicas and send a number on every step. Pass it as `before`, or make it
-      one of rows with :func:`curvadion_jax.replicas.lift`.
+      A transformation around this one gets all replicas at once. If it is not
+      elementwise, such as `optax.clip_by_global_norm`, it would clip by the norm over
+      all replicas and send a number on every step. Pass it as `before`, or make it one
+      of rows with :func:`curvadion_jax.replicas.lift`.
 
     Args:
       inner: optimizer of one replica, learning rate included. Keys of `jax.random.key`
         in its state, as of `optax.add_noise`, become each replica's own. They stay
         common with a synchronizer within the step, for all to take one step at a sync.
       trigger: when to synchronise, see `curvadion_jax.triggers`.
-      synchronizer: what is sent, see `curvadion_jax.synchronizers`.
+      synchronizer: how replicas synchronise, see `curvadion_jax.synchronizers`.
       mesh: from `replicas.make_mesh` or `replicas.simulated`. None is one replica,
         whose arrays have no axis of replicas.
       before: transformation of one replica's gradients, in front of the trigger and
