@@ -32,7 +32,7 @@ exclude_patterns = ["_build"]
 autosummary_generate = False  # each function is on a page that we wrote
 html_theme = "furo"
 html_title = f"{project} {release}"
-html_static_path = ["_static"]
+html_static_path = ["_static", "pictures/card.png"]
 html_css_files = ["site.css"]
 html_js_files = ["breaks.js"]
 html_favicon = "_static/favicon.svg"
@@ -58,6 +58,11 @@ if REPOSITORY:
     }
 # Dashes only: curly quotes would spoil code in prose.
 smartquotes_action = "D"
+
+# The published site, for addresses that must be absolute: with GitHub's pages
+# https://owner.github.io/name/.
+_OWNER, _, _NAME = REPOSITORY.removeprefix("https://github.com/").partition("/")
+html_baseurl = f"https://{_OWNER}.github.io/{_NAME}/" if _NAME else ""
 
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -240,7 +245,21 @@ def _files(app: Sphinx, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#]*)(#[^)]*)?\)", link, source[0])
 
 
+def _card(
+    app: Sphinx, name: str, template: str, context: dict[str, Any], *_: object
+) -> None:
+    """Names the picture that other sites show with a link to the first page."""
+    if html_baseurl and name == "index":
+        card = f"{html_baseurl}_static/card.png"
+        context["metatags"] += (
+            f'<meta property="og:title" content="{project}" />'
+            f'<meta property="og:image" content="{card}" />'
+            '<meta name="twitter:card" content="summary_large_image" />'
+        )
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("html-page-context", _card)
     app.connect("builder-inited", _mirror)
     app.connect("source-read", _files)
     app.connect("autodoc-process-signature", _signature)

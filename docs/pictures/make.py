@@ -1,5 +1,7 @@
 """Make the pictures of the README and the site: the idea, loss by method and by bytes.
 
+And `card.png`, which other sites show with a link to this one.
+
 python docs/pictures/make.py
 """
 
@@ -19,6 +21,7 @@ import themed
 from themed import BLUE, GREY, LINE, ORANGE
 
 HERE = Path(__file__).parent
+PIXELS = 1280  # width of the card, which is half as high
 
 # The rows of the picture of results, by their bytes: label and colour.
 SYNCHRONOUS = {
@@ -70,6 +73,29 @@ def idea() -> None:
     arrow = {"arrowstyle": "->", "color": GREY}
     axes.annotate("", (end - 32, 8), (end - 80, 8), arrowprops=arrow)
     themed.save(figure, HERE / "idea.svg")
+
+
+def card() -> None:
+    """1,280 x 640 pixels: the name, a line about it, and replicas between two syncs."""
+    figure, axes = themed.canvas(200)  # 400 x 200 units
+    axes.text(24, 160, "curvadion_jax", size=30, weight="bold", va="center")
+    axes.text(24, 128, "Low-communication training for JAX and Optax", size=13)
+    axes.text(24, 108, "Local Muon steps, syncs in 2 bits, a byte budget", size=13)
+    first, step, syncs = 32, 18, (6, 13)
+    for replica in range(3):
+        y = 76 - 22 * replica
+        axes.plot([24, 376], [y, y], color=LINE, linewidth=0.8, zorder=0)
+        steps = [first + step * number for number in range(20) if number not in syncs]
+        axes.scatter(steps, [y] * len(steps), s=44, color=BLUE, linewidths=0)
+    for number in syncs:
+        x = first + step * number
+        axes.plot([x, x], [26, 82], color=ORANGE, linewidth=11, zorder=1)
+    axes.text(first + step * 3, 12, "local steps", ha="center", va="center", color=BLUE)
+    x = first + step * syncs[1]
+    axes.text(x, 12, "sync, 2 bits", ha="center", va="center", color=ORANGE)
+    metadata = {"Software": None}  # else the file names matplotlib's version
+    dpi = PIXELS * 72 / themed.WIDTH
+    figure.savefig(HERE / "card.png", dpi=dpi, metadata=metadata, facecolor="white")
 
 
 LARGEST_GAP = 35.0  # percent; what lies above is written at the edge
@@ -222,5 +248,6 @@ def _others(axes) -> None:
 
 if __name__ == "__main__":
     idea()
+    card()
     result()
     curve_of_bytes()
