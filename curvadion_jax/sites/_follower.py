@@ -34,6 +34,8 @@ from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 _PATIENCE = 60.0
+# Seconds without news after which a site that lacks what counted ends with an error.
+_GIVE_UP = 600.0
 # Bytes of a round's messages that are kept in any case; of a larger model, its size.
 _KEPT = 2**28
 
@@ -50,7 +52,7 @@ class Contribution(NamedTuple):
 
 
 class _GoneError(Exception):
-    """A contribution that counts is not there: collected meanwhile, or damaged."""
+    """A contribution that counts, by its key, is collected, lost or damaged."""
 
 
 class Follower:
@@ -97,7 +99,12 @@ class Follower:
         if _run.read_commit(self.store, 0) is None:
             # Of several sites that begin the run at once, the first snapshot stands.
             _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
-        self.outer, self._roster, self.number = _run.load(self.store, self.model)
+        if (found := _run.load(self.store, self.model)) is None:
+            raise StoreError(
+                f"The store {self.store.url} has no snapshot that can be used. Restore "
+                "one, with its body, or begin a run at another URL."
+            )
+        self.outer, self._roster, self.number = found
         while self.advance():
             pass
         self._since, self.missed, self.missed_in_a_row = self.number, 0, 0
@@ -119,8 +126,8 @@ class Follower:
             if contributors:
                 messages = self._messages(contributors)
                 outer = self.model.step(outer, messages, len(roster))
-        except _GoneError:
-            outer, roster, after = _run.load(self.store, self.model, after)
+        except _GoneError as error:
+            outer, roster, after = self._later(str(error))
         self._report_commit(commit)
         for entry in contributors:
             self.heart.contributed(entry["name"])
@@ -148,8 +155,34 @@ class Follower:
         for entry in contributors:
             message = self._message(entry)
             if message is None:
-                raise _GoneError
+                raise _GoneError(_run.contribution_key(self.number, entry["name"]))
             yield message, entry["weight"]
+
+    def _later(self, gone: str) -> tuple[Outer, Roster, int]:
+        """The run after the open round, which needs a contribution that is gone.
+
+        Another site may have it in memory, and write a snapshot. Nobody can tell
+        whether one has. So this site waits for as long as others contribute, and then
+        it ends: if it left the round out, one that has taken it would go elsewhere.
+        """
+        found = _run.load(self.store, self.model, self.number + 1)
+        if found is not None:
+            return found
+        there = self.store.keys("rounds/")
+        if there != self._there:
+            self._there, self._news = there, time.monotonic()
+        why = (
+            f"{gone} or its body, which counts in round {self.number}, is gone or "
+            f"damaged at {self.store.url}, and no later snapshot can be used."
+        )
+        if time.monotonic() - self._news <= _GIVE_UP:
+            raise StoreError(f"{why} A site that has read it writes one.")
+        raise RuntimeError(
+            f"{why} Nobody has contributed for {_GIVE_UP / 60:g} minutes. Restore it "
+            "and start the sites again. If that cannot be done, stop all sites, remove "
+            f"what commits/ and rounds/ have of round {self.number} and later, and "
+            "start them: they decide the round again."
+        )
 
     def _decide(self, own: Contribution, commit: dict[str, Any], after: int) -> str:
         """What a commit says of this site's contribution; see `decided`."""
@@ -257,6 +290,9 @@ class Follower:
         self._received: dict[str, Received] = {}
         self._not_found: set[str] = set()  # listed, and not there after all attempts
         self._complete = math.inf  # when the quorum was there
+        # If it cannot be read: contributions in the store, and when they last changed.
+        self._there: list[str] | None = None
+        self._news = 0.0
 
     def _receive_listed(self, members: _run.Members) -> None:
         """Reads the members' contributions that the store lists and are not known."""

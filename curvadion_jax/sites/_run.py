@@ -265,12 +265,15 @@ def read_commit(store: Store, number: int) -> dict[str, Any] | None:
     return found[0]
 
 
-def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int]:
+def load(
+    store: Store, model: Model, least: int = 0
+) -> tuple[Outer, Roster, int] | None:
     """The newest outer side that can be read, its roster, and the next round's number.
 
-    A snapshot is used if the commit after it, or what has been contributed to that
-    round, confirms its digest; else an older one. However many cannot be used, they
-    cost the pauses between looks once.
+    None if there is none before round `least` or later. A snapshot is used if the
+    commit after it, or what has been contributed to that round, confirms its digest;
+    else an older one. However many cannot be used, they cost the pauses between looks
+    once.
     """
     faults: dict[int, InvalidError] = {}
     for _ in attempts():
@@ -287,11 +290,7 @@ def load(store: Store, model: Model, least: int = 0) -> tuple[Outer, Roster, int
             return outer, roster, number
     for error in faults.values():
         log.warning("A snapshot is not used: %s", error)
-    raise StoreError(
-        f"The store {store.url} has no snapshot that can be used of round {least} or "
-        "later, and an earlier contribution that counts is gone or damaged. Wait for "
-        "the next snapshot, or begin a run at another URL."
-    )
+    return None
 
 
 def _confirmed(store: Store, model: Model, number: int) -> tuple[Outer, Roster]:

@@ -183,8 +183,8 @@ class Site:
             several processes the first one's number counts.
 
         Raises:
-          RuntimeError: if another site has joined under this name, or this site's outer
-            parameters differ from the run's.
+          RuntimeError: if another site has joined under this name, this site's outer
+            parameters differ from the run's, or what counts in the run is lost.
           TypeError: for a leaf that is no array.
           ValueError: for parameters of another structure (as with None in place of an
             array), shape or dtype than at the start, and for tokens that are not

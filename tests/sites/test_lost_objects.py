@@ -4,7 +4,7 @@ import pytest
 from obstore.store import MemoryStore
 from site_steps import ByHand, settle
 
-from curvadion_jax.sites import _run, _store
+from curvadion_jax.sites import _follower, _run, _store
 
 MINUTE = 60.0
 
@@ -82,7 +82,7 @@ def test_a_counted_contribution_that_is_lost_stops_no_round(clock, lost, again):
         site.send(by)
     settle(a, b)
     lose(a, lost)
-    with pytest.raises(_store.StoreError, match="no snapshot that can be used"):
+    with pytest.raises(_store.StoreError, match="no later snapshot can be used"):
         c.follow()
     assert c.follower.number == 1  # it takes no other step than the others
     for site in (a, b):
@@ -140,5 +140,74 @@ def test_a_snapshot_of_an_open_round_needs_contributions_that_confirm_it(sent):
         b.send(1.0)
     if sent == "from both":
         a.send(1.0)
-    _, _, number = _run.load(a.store, a.follower.model)
-    assert number == 0
+    found = _run.load(a.store, a.follower.model)
+    assert found is not None
+    assert found[2] == 0
+
+
+LOST = "rounds/00000001/b or its body, which counts in round 1, is gone"
+
+
+def stuck(clock):
+    """A site that cannot take round 1, since a contribution to it is lost."""
+    a, b, c = named("abc", quorum=2)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
+    a.send(1.0)
+    b.send(2.0)
+    assert a.follower.propose()
+    lose(a, "rounds/00000001/b")
+    c.prepare(3.0)
+    for now in (0.0, _follower._GIVE_UP):
+        clock.now = now
+        with pytest.raises(_store.StoreError, match=LOST):
+            c.advance()
+    return c
+
+
+def test_a_site_ends_if_nobody_has_a_counted_contribution_any_more(clock):
+    c = stuck(clock)
+    clock.now += 1
+    digest, contribution = c.digest, c.follower.contribution
+    with pytest.raises(RuntimeError, match=f"{LOST}.*have of round 1 and later"):
+        c.advance()
+    assert (c.follower.number, c.digest) == (1, digest)
+    assert c.follower.contribution is contribution
+
+
+def test_a_site_waits_for_one_that_has_taken_the_round(clock):
+    c = stuck(clock)
+    clock.now += 1
+    c.store.write(_run.contribution_key(2, "a"), {})
+    for wait in (0.0, _follower._GIVE_UP):
+        clock.now += wait
+        with pytest.raises(_store.StoreError, match=LOST):
+            c.advance()
+    clock.now += 1
+    with pytest.raises(RuntimeError, match=LOST):
+        c.advance()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_round_that_is_removed_is_decided_again(later):
+    """As the error of a lost contribution says; also if sites have gone further."""
+    store = MemoryStore()
+    first = [ByHand(store, name, quorum=3) for name in "abc"]
+    settle(*first, by=[1.0, 1.0, 1.0])
+    settle(*first, by=[2.0, 2.0, 2.0])
+    if later:
+        settle(*first, by=[7.0, 7.0, 7.0])
+        outer, roster = first[0].follower.outer, first[0].follower._roster
+        _run.write_snapshot(first[0].store, outer, roster, 3)
+        lose(first[0], "bodies/snapshots/00000003")
+    lose(first[0], "bodies/rounds/00000001/b")
+    with pytest.raises(_store.StoreError, match=LOST):
+        ByHand(store, "c", quorum=3)
+    for number in range(1, 3 if later else 2):
+        lose(first[0], _run.commit_key(number))
+        lose(first[0], _run.contribution_key(number, ""))
+    again = [ByHand(store, name, quorum=3) for name in "abc"]
+    assert [x.follower.number for x in again] == [1, 1, 1]
+    for by in (3.0, 4.0, 5.0):
+        settle(*again, by=[by, by, by])
+    assert again[0].moved() == 1.0 + 3.0 + 4.0 + 5.0
+    assert ByHand(store, "d", quorum=3).digest == again[0].digest
