@@ -1,8 +1,8 @@
 """Which arrays of a model can take their outer steps apart from the others.
 
-Optax updates a whole tree at once, with several arrays of its size between. Most outer
-optimizers treat every array alone. Which do is read from the program of a step: arrays
-whose results depend on each other, as with a global norm, stay together.
+Optax updates a whole tree at once, and several arrays of its size exist meanwhile. Most
+outer optimizers treat every array alone. Which do is read from the program of a step:
+arrays whose results depend on each other, as with a global norm, stay together.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-# Parts of a model's bytes that arrays are gathered to: each part costs a call.
-_PARTS = 16
+# Parts of a model's bytes that small arrays are gathered to: each part costs a call.
+_PARTS = 32
 
 
 def parts(
@@ -25,36 +25,22 @@ def parts(
     `step` takes gradients, and anchor and state, and returns anchor and state, in whose
     order places are numbered. What all need, such as a count, depends on no gradient.
     """
-    needs, count = _needs(step, anchor, outer), len(anchor)
-    common = set(range(count, len(needs)))
+    needs = _needs(step, anchor, outer)
+    common = {*range(len(anchor), len(needs))}
     while own := {x for x in common if not needs[x] <= common}:
         common -= own
-    first = [*range(len(needs))]  # of those that are known to go together
-
-    def root(x: int) -> int:
-        while first[x] != x:
-            x = first[x]
-        return x
-
-    for place, need in enumerate(needs):
-        if place not in common:
-            roots = {root(x) for x in {place, *need} - common}
-            for x in roots:
-                first[x] = min(roots)
-    together: dict[int, list[int]] = {}
-    for place in range(len(needs)):
-        if place not in common:
-            together.setdefault(root(place), []).append(place)
-    sizes = [x.size * x.dtype.itemsize for x in outer]
-    most, found, size = sum(sizes) / _PARTS, [], 0.0
-    for places in together.values():
-        own = sum(sizes[x] for x in places)
-        if not found or size + own > most:
+    groups: list[set[int]] = []
+    for place in {*range(len(needs))} - common:
+        group = {place, *needs[place]} - common
+        joined = [x for x in groups if x & group]
+        groups = [x for x in groups if not x & group] + [group.union(*joined)]
+    size = lambda places: sum(outer[x].size * outer[x].dtype.itemsize for x in places)
+    found: list[list[int]] = [[]]
+    for group in groups:
+        if size(found[-1]) + size(group) > size(range(len(outer))) / _PARTS:
             found.append([])
-            size = 0.0
-        found[-1] += places
-        size += own
-    return found, sorted(common)
+        found[-1] += sorted(group)
+    return [x for x in found if x], sorted(common)
 
 
 def _needs(
