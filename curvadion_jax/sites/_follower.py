@@ -445,7 +445,7 @@ class Worker(threading.Thread):
         # The open round and the anchor that the main thread knows.
         self._taken: tuple[int, Arrays] = -1, []
         # What request `wait` has seen last, and for how many seconds of waiting.
-        self._seen: int | None = None
+        self._seen: list[int] = []
         self._unanswered = 0.0
 
     def take(self) -> Update | None:
@@ -492,9 +492,10 @@ class Worker(threading.Thread):
             self._changed.wait_for(
                 lambda: self.follower.decided or self._error or self._ending, seconds
             )
+        under_way = self.follower.store.under_way
         # No clock: it runs on while the machine does something else.
-        seen, before = self.follower.store.under_way.get(self.ident or 0), self._seen
-        is_same = seen is not None and seen == before
+        seen, before = [*under_way.get(self.ident or 0, [])], self._seen
+        is_same = bool(seen) and seen == before
         self._unanswered = self._unanswered + seconds if is_same else 0.0
         self._seen = seen
         if self._unanswered > _PATIENCE:

@@ -94,8 +94,14 @@ class Model:
         self.nbytes = sum(x.size * x.dtype.itemsize for x in self._wide)
         # Shapes of a contribution, and of a snapshot: anchor and outer state.
         self.message = [x for form in self._forms for x in form.message]
-        state = jax.eval_shape(self._initial, self._wide)
-        self.snapshot = [*self._wide, *jax.tree.leaves(state)]
+        state = jax.tree.leaves(jax.eval_shape(self._initial, self._wide))
+        for x in state:
+            if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+                raise ValueError(
+                    f"outer has an array of {x.dtype} in its state, such as a random "
+                    "key, which sites do not store. Give an outer optimizer without it."
+                )
+        self.snapshot = [*self._wide, *state]
 
     def compile(self) -> None:
         """Compiles what a round needs, so that no round waits for it."""

@@ -154,7 +154,7 @@ class Site:
             overwrites objects that it should create.
           TypeError: for leaves that are no floating-point arrays.
           ValueError: for another model, compressor, outer optimizer or quorum than the
-            run's, and for a tree without arrays.
+            run's, an outer state with random keys, and a tree without arrays.
         """
         if self._known is not None:
             raise RuntimeError("This site has started. Make a site for each start.")

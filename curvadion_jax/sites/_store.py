@@ -62,8 +62,8 @@ class Store:
         self._folder = _folder_of(self._store)
         self.run = ""  # the digest of the run's description, which messages have
         self.up = self.down = 0  # bytes written and read
-        # Thread -> a number of its request that is under way, another with each piece.
-        self.under_way: dict[int, int] = {}
+        # Thread -> its request that is under way: a number, and pieces that are sent.
+        self.under_way: dict[int, list[int]] = {}
         self._numbers = itertools.count()
 
     @property
@@ -174,25 +174,18 @@ class Store:
         if size:  # overwrites the same bytes, since the digest is in its key
             body_key = _body_key(key, header)
             self._make_room(body_key)
-            with self._request(f"write the body of {key}"):
+            with self._request(f"write the body of {key}") as request:
                 if size <= PIECE:
                     self._store.put(body_key, b"".join(parts))
                 else:  # piece by piece, so that there is no copy of all
                     self._store.put(
                         body_key,
-                        self._pieces_of(parts, threading.get_ident()),
+                        _pieces_of(parts, request),
                         chunk_size=PIECE,
                         max_concurrency=2,
                     )
             self.up += size
         self.create(key, json.dumps(header).encode())
-
-    def _pieces_of(self, parts: list[memoryview], thread: int) -> Iterator[bytes]:
-        """Pieces of what a thread writes."""
-        for part in parts:
-            for start in range(0, len(part), PIECE):
-                self.under_way[thread] = next(self._numbers)
-                yield bytes(part[start : start + PIECE])
 
     def read(
         self,
@@ -254,13 +247,13 @@ class Store:
         return header
 
     @contextmanager
-    def _request(self, what: str) -> Iterator[None]:
-        """Around one request of this thread."""
-        thread = threading.get_ident()
-        self.under_way[thread] = next(self._numbers)
+    def _request(self, what: str) -> Iterator[list[int]]:
+        """Around one request of this thread; gives what `under_way` has of it."""
+        thread, request = threading.get_ident(), [next(self._numbers), 0]
+        self.under_way[thread] = request
         try:
             with _one_error(self.url, what):
-                yield
+                yield request
         finally:
             del self.under_way[thread]
 
@@ -281,6 +274,14 @@ class Store:
 
 def as_bytes(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+
+
+def _pieces_of(parts: list[memoryview], request: list[int]) -> Iterator[bytes]:
+    """Pieces of what a request writes, which it counts."""
+    for part in parts:
+        for start in range(0, len(part), PIECE):
+            request[1] += 1
+            yield bytes(part[start : start + PIECE])
 
 
 def _fill(arrays: Sequence[np.ndarray], pieces: Iterable[bytes], digest: Any) -> int:

@@ -181,6 +181,14 @@ def test_a_tree_without_arrays_starts_nothing(params):
     assert _store.Store(store).keys("") == []
 
 
+def test_an_outer_optimizer_with_a_random_key_starts_nothing():
+    store, outer = MemoryStore(), optax.add_noise(0.1, 0.5, jax.random.key(0))
+    with sites.Site(store, "oslo", outer=outer) as site:
+        with pytest.raises(ValueError, match=r"outer has an array of key.* Give an"):
+            site.start(PARAMS)
+    assert _store.Store(store).keys("") == []
+
+
 def test_closed_while_it_waits(monkeypatch):
     with started(MemoryStore(), every=1, max_lag=0, quorum=2) as site:
         wait = site._worker.wait

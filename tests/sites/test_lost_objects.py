@@ -69,6 +69,24 @@ def test_an_own_contribution_that_is_there_is_written_once(clock, monkeypatch):
     assert written == [_run.contribution_key(0, "a")]
 
 
+def test_what_an_old_listing_lacks_is_written_again_and_changes_nothing(monkeypatch):
+    a, b = named("ab", quorum=2)
+    a.send(1.0)
+    objects = lambda: {key: a.store.get(key, 10**6) for key in a.store.keys("")}
+    before, written = objects(), a.store.up
+    keys = a.store.keys
+    with monkeypatch.context() as patch:
+        patch.setattr(a.store, "keys", lambda at: [] if "rounds" in at else keys(at))
+        assert not a.follower.propose()
+    a.follower.send()
+    assert a.store.up > written
+    assert objects() == before
+    b.send(3.0)
+    settle(a, b)
+    assert a.moved() == 2.0
+    assert [a.outcomes, b.outcomes] == [[""], [""]]
+
+
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("lost", ["rounds/00000001/b", "bodies/rounds/00000001/b"])
 def test_a_counted_contribution_that_is_lost_stops_no_round(clock, lost, again):

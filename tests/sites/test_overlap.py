@@ -83,13 +83,13 @@ def test_a_stopped_machine_or_a_slow_upload_is_not_warned_of(
     under_way, thread = at_a_request.follower.store.under_way, at_a_request.ident
     for piece in range(40):
         clock.now += 3600.0
-        under_way[thread] = 1000 + piece  # or an answer, and the next request
+        under_way[thread] = [1000, piece]
         at_a_request.wait(5.0)
     del under_way[thread]
     for _ in range(40):  # it computes
         clock.now += 3600.0
         at_a_request.wait(5.0)
-    under_way[thread] = 0
+    under_way[thread] = [0, 0]
     assert not caplog.records
 
 

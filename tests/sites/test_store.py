@@ -160,7 +160,7 @@ def test_every_piece_of_a_body_is_progress_of_its_request(monkeypatch):
     """Which tells a slow link from a store that does not answer."""
     monkeypatch.setattr(_store, "PIECE", 16)
     numbers, memory = [], MemoryStore()
-    note = lambda: numbers.extend(store.under_way.values())
+    note = lambda: numbers.extend(map(tuple, store.under_way.values()))
 
     class Slow(Wrapped):
         def put(self, key, data, **options):
@@ -182,6 +182,22 @@ def test_every_piece_of_a_body_is_progress_of_its_request(monkeypatch):
     assert found is not None
     assert len(numbers) == len(set(numbers)) > 2 * 8  # and pieces of the header
     np.testing.assert_array_equal(found[1][0], arrays[0])
+    assert store.under_way == {}
+
+
+def test_pieces_that_are_taken_after_a_failure_are_no_progress(monkeypatch):
+    monkeypatch.setattr(_store, "PIECE", 16)
+    left = []
+
+    class Failing(Wrapped):
+        def put(self, key, data, **_):
+            left.append(data)
+            raise OSError("reset")
+
+    store = _store.Store(Failing(MemoryStore()))
+    with pytest.raises(_store.StoreError, match="reset"):
+        store.write("big", {}, [np.arange(12.0)])
+    assert len([*left[0]]) == 6
     assert store.under_way == {}
 
 
