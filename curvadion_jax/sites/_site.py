@@ -11,9 +11,10 @@ import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _arguments, _arrays, _processes
-from curvadion_jax.sites._follower import Follower, Update, Worker, moved
+from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model, log, to_host
 from curvadion_jax.sites._store import Store
+from curvadion_jax.sites._worker import Update, Worker, moved
 
 # Seconds that a process of a site waits at most before the next collective: some
 # runtimes take a longer wait in one collective for a hang.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from curvadion_jax.sites import _follower, _store
+from curvadion_jax.sites import _follower, _store, _worker
 
 
 @pytest.fixture(autouse=True)
@@ -21,4 +21,5 @@ def clock(monkeypatch):
     found = SimpleNamespace(now=1000.0)
     fake = SimpleNamespace(monotonic=lambda: found.now)
     monkeypatch.setattr(_follower, "time", fake)
+    monkeypatch.setattr(_worker, "time", fake)
     return found

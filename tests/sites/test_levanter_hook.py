@@ -21,7 +21,7 @@ from faulty import FaultyStore
 from obstore.store import MemoryStore
 
 from curvadion_jax import sites
-from curvadion_jax.sites import _follower, _heart, _site, _store
+from curvadion_jax.sites import _heart, _site, _store, _worker
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "ports" / "levanter"))
 
@@ -128,8 +128,8 @@ class Trainer:
 @pytest.fixture(autouse=True)
 def no_threads(monkeypatch):
     """A wait does what a thread would, and nothing is left for the end of Python."""
-    monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
-    monkeypatch.setattr(_follower.Worker, "wait", lambda self, _: self._turn())
+    monkeypatch.setattr(_worker.Worker, "start", lambda _: None)
+    monkeypatch.setattr(_worker.Worker, "wait", lambda self, _: self._turn())
     monkeypatch.setattr(_site.atexit, "register", lambda _: None)
 
 

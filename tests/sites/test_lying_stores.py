@@ -23,7 +23,7 @@ from obstore.store import MemoryStore
 from site_steps import PARAMS, plain_model
 
 from curvadion_jax import sites
-from curvadion_jax.sites import _follower, _run, _site, _store
+from curvadion_jax.sites import _run, _site, _store, _worker
 
 TURNS = 160
 
@@ -179,9 +179,9 @@ CASES = {
 @pytest.fixture
 def by_hand(monkeypatch):
     monkeypatch.setattr(_site, "Model", lambda *_: plain_model())
-    monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
+    monkeypatch.setattr(_worker.Worker, "start", lambda _: None)
     monkeypatch.setattr(_site.atexit, "register", lambda _: None)
-    monkeypatch.setattr(_follower.Worker, "wait", lambda *_: None)
+    monkeypatch.setattr(_worker.Worker, "wait", lambda *_: None)
 
 
 @pytest.mark.usefixtures("by_hand")

@@ -8,14 +8,14 @@ from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand
 
 from curvadion_jax import sites
-from curvadion_jax.sites import _follower, _site
+from curvadion_jax.sites import _site, _worker
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """A site whose thread does what a test says, and another one by hand."""
-    monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
-    monkeypatch.setattr(_follower.Worker, "wait", lambda *_: None)
+    monkeypatch.setattr(_worker.Worker, "start", lambda _: None)
+    monkeypatch.setattr(_worker.Worker, "wait", lambda *_: None)
     memory = MemoryStore()
     rome = ByHand(memory, "rome")
     with sites.Site(memory, "oslo", every=1, max_lag=99, grace=0) as site:
@@ -61,7 +61,7 @@ def test_rounds_that_did_not_count_a_site_are_counted_and_warned_of(alone, caplo
 
 def test_a_site_that_has_not_contributed_yet_is_not_warned(monkeypatch, caplog):
     """Its first steps may take a while, of which its compiler needs most."""
-    monkeypatch.setattr(_follower.Worker, "start", lambda _: None)
+    monkeypatch.setattr(_worker.Worker, "start", lambda _: None)
     memory = MemoryStore()
     rome = ByHand(memory, "rome")
     with sites.Site(memory, "oslo", every=2, max_lag=99, grace=0) as site:

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _follower, _run
+from curvadion_jax.sites import _run, _worker
 from curvadion_jax.sites._store import Store
 
 STEPS = 6
@@ -75,13 +75,13 @@ def main(process: int, port: str, folder: str) -> dict:
 
 def record(kinds: list[str]) -> None:
     """Notes the type of every array that the thread is handed over."""
-    submit = _follower.Worker.submit
+    submit = _worker.Worker.submit
 
     def noted(worker, arrays, tokens):
         kinds.extend(type(x).__name__ for x in arrays)
         submit(worker, arrays, tokens)
 
-    _follower.Worker.submit = noted
+    _worker.Worker.submit = noted
 
 
 def take_its_name(url: str, name: str) -> None:
