@@ -397,9 +397,9 @@ def _encoded_bytes(block: int, bits: int) -> int:
 def _encode_blocks(blocks: jax.Array, bits: int) -> jax.Array:
     """Encodes blocks [n, block] of at least float32 as uint8[n, bytes].
 
-    A block that is not finite has NaN for its scales. Codes of one and two bits take
-    several passes over a block. So a CPU encodes a few at a time, whose arrays stay in
-    a core's cache. (An accelerator would have too few elements to work on.)
+    A block that is not finite becomes NaN when it is decoded. Codes of one and two bits
+    take several passes over a block. So a CPU encodes a few at a time, whose arrays
+    stay in a core's cache. (An accelerator would have too few elements to work on.)
     """
     encode = functools.partial(_encode_few, bits=bits)
     if bits > 2 or len(blocks) <= _FEW_BLOCKS:
@@ -415,7 +415,7 @@ def _encode_few(x: jax.Array, bits: int) -> jax.Array:
     """`_encode_blocks` at once, of blocks [..., block]."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     if bits == 1:
-        codes = (x < 0).astype(jnp.int8)
+        codes = (x < 0).astype(jnp.uint8)
         units = jnp.where(largest == 0, 1, largest)  # whose sum does not overflow
         scales = largest * jnp.mean(jnp.abs(x) / units, axis=-1, keepdims=True)
     elif bits == 2:
@@ -423,14 +423,14 @@ def _encode_few(x: jax.Array, bits: int) -> jax.Array:
     else:
         scales = largest / (2 ** (bits - 1) - 1)
         codes = jnp.round(x / jnp.where(scales == 0, 1, scales)).astype(jnp.int8)
-    # NaN has no code, and a maximum may drop it: all of its block becomes NaN.
-    finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
-    scales = jnp.where(finite, scales, jnp.nan).astype(jnp.float32)
-    words = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+        codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) & (2**bits - 1)
+        # NaN has no code, and a maximum may drop it (the sums above keep it).
+        finite = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
+        scales = jnp.where(finite, scales, jnp.nan)
+    words = jax.lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32)
     # Four arrays [..., scales]: the lowest byte of every scale first.
     octets = [(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)]
-    packed = _pack(jax.lax.bitcast_convert_type(codes, jnp.uint8), bits)
-    return jnp.concatenate([packed, *octets], axis=-1)
+    return jnp.concatenate([_pack(codes, bits), *octets], axis=-1)
 
 
 def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -443,12 +443,13 @@ def _two_magnitudes(x: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Ar
     # In units of the largest, so that no sum overflows.
     size = jnp.abs(x) / jnp.where(largest == 0, 1, largest)
     is_large = size > jnp.mean(size, axis=-1, keepdims=True)
+    count = jnp.sum(is_large, axis=-1, keepdims=True, dtype=size.dtype)
     means = [
         jnp.sum(jnp.where(chosen, size, 0), axis=-1, keepdims=True)
-        / jnp.maximum(jnp.sum(chosen, axis=-1, keepdims=True, dtype=size.dtype), 1)
-        for chosen in (~is_large, is_large)
+        / jnp.maximum(number, 1)
+        for chosen, number in ((~is_large, x.shape[-1] - count), (is_large, count))
     ]
-    codes = is_large.astype(jnp.int8) + 2 * (x < 0).astype(jnp.int8)
+    codes = is_large.astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
     return codes, jnp.concatenate(means, axis=-1) * largest
 
 
@@ -470,12 +471,12 @@ def _decode_blocks(encoded: jax.Array, block: int, bits: int) -> jax.Array:
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
-    """Packs codes uint8[..., n] of few bits into bytes uint8[..., n * bits / 8].
+    """Packs codes uint8[..., n] below 2^bits into bytes uint8[..., n * bits / 8].
 
     The codes of a byte come from equally long runs of the last axis. Neighbours would
     make an axis as short as a byte has codes, and TPUs pad the last axis to 128.
     """
-    runs = jnp.split(codes & (2**bits - 1), 8 // bits, axis=-1)
+    runs = jnp.split(codes, 8 // bits, axis=-1)
     shifted = [run << index * bits for index, run in enumerate(runs)]
     return functools.reduce(jnp.bitwise_or, shifted)
 
