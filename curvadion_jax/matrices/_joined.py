@@ -3,7 +3,10 @@
 A product of one matrix keeps a few cores of an accelerator busy, and a program with a
 product for every matrix grows with the layers. Stacked parameters are a parameter with
 one more batch axis, named after the first of them; `_dion_step` sees no difference.
-Joining writes M + G to the stack, one more pass over memory where that is not fused.
+Joining writes M + G to the stack, which all products then read. Compiled for a TPU v5e
+a step of 6 or 12 matrices moves 9% fewer bytes than with each matrix by itself, has
+0.5 to 0.6 times as many distinct kernels, and needs 2 to 2.7 times the temporary
+memory. A CPU gains nothing but time to compile many matrices. (`benchmarks/step`)
 """
 
 from collections import defaultdict
