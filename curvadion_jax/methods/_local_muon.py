@@ -14,7 +14,7 @@ from curvadion_jax.matrices._two_optimizers import DimensionNumbersOrFn
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.step._adaptive_sync import adaptive_sync
 from curvadion_jax.synchronizers import Synchronizer
-from curvadion_jax.synchronizers._reconcile import bits_within, reconcile_in_few_bits
+from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 from curvadion_jax.triggers import Trigger
 
 
@@ -52,8 +52,8 @@ def local_muon(
     and up to the bias correction of `optax.contrib.muon`. Syncs are evenly spaced, as
     often as `budget` allows. At a sync the replicas average their pseudo-gradients, how
     far they are from the last common parameters (the anchor a), in 2 bits with error
-    feedback, or in more where the budget allows them. The anchor takes a Nesterov step
-    along the mean, and all replicas continue from it:
+    feedback. The anchor takes a Nesterov step along the mean, and all replicas continue
+    from it:
 
     .. math::
       d &= \mathrm{mean}_i(a - \theta_i), \qquad v \leftarrow d + 0.4\, v \\
@@ -65,27 +65,24 @@ def local_muon(
 
     Syncs by budget, in a model of large matrices:
 
-    ======  ====  =================
-    budget  bits  a sync every
-    ======  ====  =================
-    0.26    8     step
-    0.14    4     step
-    0.07    2     step
-    0.03    2     2.3 steps
-    0.01    2     7 steps
-    0.003   2     23 steps
-    ======  ====  =================
+    ======  ============
+    budget  a sync every
+    ======  ============
+    0.07    step
+    0.03    2.3 steps
+    0.01    7 steps
+    0.003   23 steps
+    ======  ============
 
     Args:
       learning_rate: of Muon, for the matrices; a number, or a schedule of steps. Start
         at 0.02.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. None means 0.01, a sync about every 7 steps; from about 0.07 on
-        every step has a sync. Not with `trigger`.
-      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means the most
-        of 2, 4 and 8 with which every step can have a sync within the budget, or else
-        2. For very small budgets (0.001), try 4. Cannot be combined with
-        `synchronizer`.
+        every step has a sync, and what is left of a larger budget is not used. Not
+        with `trigger`.
+      bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
+        very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
         schedule. For short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
       weight_decay: decoupled, of matrices only, times the learning rate.
@@ -163,10 +160,10 @@ def local_muon(
         mu_dtype=mu_dtype,
         nesterov=True,
     )
-    budget = triggers.DEFAULT_BUDGET if budget is None else budget
-    _arguments.check_budget(budget)
-    trigger = triggers.evenly(budget) if trigger is None else trigger
-    bits = bits_within(budget) if bits is None else bits
+    if budget is not None:
+        _arguments.check_budget(budget)
+    if trigger is None:
+        trigger = triggers.evenly(triggers.DEFAULT_BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(

@@ -98,24 +98,6 @@ _OUTER_LEARNING_RATE, _OUTER_MOMENTUM = 1.0, 0.4
 _DTYPE = jnp.bfloat16
 
 
-def bits_within(budget: float) -> int:
-    """The most bits of which every step may have a sync within a budget; at least 2.
-
-    More bits than that would pay for themselves with fewer syncs, and two bits more
-    often end lower (benchmarks/study/gap.md).
-
-    Example:
-      >>> [bits_within(budget) for budget in (0.01, 0.07, 0.14, 0.3)]
-      [2, 2, 4, 8]
-    """
-    element = jax.ShapeDtypeStruct((256,), jnp.float32)  # a block, of a large array
-
-    def share(bits: int) -> float:
-        return compressors.quantize(bits).payload(element).averaged / 1024
-
-    return max(bits for bits in (2, 4, 8) if bits == _BITS or share(bits) <= budget)
-
-
 def reconcile_in_few_bits(bits: int | None, mesh: Replicas) -> AfterStep:
     """A Nesterov outer step along the mean pseudo-gradient, sent in few bits."""
     outer = optax.sgd(

@@ -46,9 +46,8 @@ def test_a_scheduled_momentum_is_one_that_is_injected():
     params, gradients = problem(2)
     rising = optax.linear_schedule(0.5, 0.9, STEPS)
     mesh = cd.replicas.simulated(2)
-    options = {"momentum": rising, "budget": 0.5, "bits": 2, "mesh": mesh}
-    static = ("budget", "bits", "mesh")
-    inject = optax.inject_hyperparams(cd.local_muon, static_args=static)
+    options = {"momentum": rising, "budget": 0.5, "mesh": mesh}
+    inject = optax.inject_hyperparams(cd.local_muon, static_args=("budget", "mesh"))
     injected: Any = inject(RATE, **options)
     expected = list(helpers.run(injected, mesh, params, gradients))
     run = list(helpers.run(cd.local_muon(RATE, **options), mesh, params, gradients))

@@ -11,7 +11,6 @@ import pytest
 
 import curvadion_jax as cd
 from curvadion_jax import synchronizers, triggers
-from curvadion_jax.mesh._layout import ONE_DEVICE
 
 # `params + update` rounds: where a parameter is smaller than its update, no update
 # leads to it exactly. Measured with steps of 1% of the parameters' size: 0.2% of the
@@ -93,17 +92,6 @@ def test_the_default_is_a_nesterov_step_of_rate_1_and_momentum_0_4(build, always
     np.testing.assert_allclose(params["b"], [second * signs] * 2, rtol=BFLOAT16_RTOL)
     assert state.counters.syncs == 2
     assert not np.any(state.rows.residual["b"])
-
-
-@pytest.mark.parametrize(
-    ("budget", "bits"), [(None, 2), (0.07, 2), (0.13, 4), (0.25, 4), (0.3, 8)]
-)
-def test_local_muon_sends_the_most_bits_with_which_every_step_has_a_sync(budget, bits):
-    tx = cd.local_muon(0.02, budget=budget, mesh=cd.replicas.simulated(2))
-    params = {"kernel": jnp.ones((64, 64))}
-    update: Any = tx.update
-    sent = update.__self__.synchronizer.payload(params, None, ONE_DEVICE)
-    assert sent == cd.compressors.quantize(bits).payload(params)
 
 
 @pytest.mark.parametrize(
