@@ -118,8 +118,12 @@ class Compressor(NamedTuple):
         Blocks are cut out of what one device holds, so that nothing moves inside of a
         replica. What several devices hold is sent in pieces, once.
         """
+        leaves, structure = jax.tree.flatten(tree)
+        if not leaves:
+            return Averaged(tree, tree)
         if group.size == 1 or not group.layout.is_divided:
-            return self.average(tree, group)
+            found = self.average(tree, group)
+            return Averaged(*(structure.unflatten(jax.tree.leaves(x)) for x in found))
         of_parts = lambda parts: self.average(parts, Group(group.axis_name))
         return Averaged(*_within_replica.by_device(of_parts, tree, group.layout))
 

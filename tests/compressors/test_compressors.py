@@ -1,5 +1,6 @@
 """Compressed means over replicas: what they conserve, and what they cost."""
 
+import chex
 import helpers
 import jax
 import jax.numpy as jnp
@@ -132,3 +133,18 @@ def test_a_contribution_alone_is_read_as_in_a_mean(name):
 def test_codes_that_would_not_fill_bytes_are_refused(options):
     with pytest.raises(ValueError, match="bits"):
         compressors.quantize(**options)
+
+
+def test_means_of_a_list_of_leaves_have_the_structure_of_the_tree():
+    """As a compressor returns them that is given lists of parts; none of no arrays."""
+
+    def average(tree, group):
+        leaves = jax.tree.leaves(tree)
+        jnp.concatenate(leaves)
+        return compressors.Averaged(leaves, [jnp.zeros_like(x) for x in leaves])
+
+    form = compressors.Compressor(average, compressors.exact().payload)
+    tree = {"a": jnp.ones(3), "b": {"c": jnp.zeros(2)}}
+    for found in form.average_by_device(tree, Group()):
+        chex.assert_trees_all_equal_shapes(found, tree)
+    assert form.average_by_device({}, Group()) == ({}, {})
