@@ -29,17 +29,25 @@ def parts(
     common = {*range(len(anchor), len(needs))}
     while own := {x for x in common if not needs[x] <= common}:
         common -= own
-    groups: list[set[int]] = []
-    for place in {*range(len(needs))} - common:
+    group_of: dict[int, set[int]] = {}
+    for place in sorted({*range(len(needs))} - common):
         group = {place, *needs[place]} - common
-        joined = [x for x in groups if x & group]
-        groups = [x for x in groups if not x & group] + [group.union(*joined)]
-    size = lambda places: sum(outer[x].size * outer[x].dtype.itemsize for x in places)
+        known = {id(group_of[x]): group_of[x] for x in group if x in group_of}
+        group = group.union(*known.values())
+        group_of |= dict.fromkeys(group, group)
+    groups = {id(group): group for group in group_of.values()}.values()
+
+    sizes = [x.size * x.dtype.itemsize for x in outer]
+    most = sum(sizes) / _PARTS
     found: list[list[int]] = [[]]
+    size = 0  # of the last part
     for group in groups:
-        if size(found[-1]) + size(group) > size(range(len(outer))) / _PARTS:
+        more = sum(sizes[place] for place in group)
+        if size + more > most:
             found.append([])
+            size = 0
         found[-1] += sorted(group)
+        size += more
     return [x for x in found if x], sorted(common)
 
 
