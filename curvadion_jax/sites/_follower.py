@@ -17,8 +17,9 @@ from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 PATIENCE = 60.0
-# Seconds without news after which a site that lacks what counted ends with an error.
-_GIVE_UP = 600.0
+# A site that lacks what counted ends with an error after so many seconds without news,
+# and after so many of its periods.
+_GIVE_UP, _GIVE_UP_PERIODS = 600.0, 3
 # Bytes of a round's messages that are kept in any case; of a larger model, its size.
 _KEPT = 2**28
 
@@ -71,6 +72,8 @@ class Follower:
         self._since = 0  # the round from which this site's tokens are counted
         self._heaviest = ""  # who had most of the weight in the last round
         self._reported = 0.0  # when this site had a contribution, or reported a round
+        self._prepared = math.inf  # when it had its last contribution
+        self._period = 0.0  # seconds between the last two
         self._open_round()
 
     def start(self, params: Arrays) -> None:
@@ -151,20 +154,28 @@ class Follower:
         found = _run.load(self.store, self.model, self.number + 1)
         if found is not None:
             return found
-        there = self.store.keys("rounds/")
-        if there != self._there:
-            self._there, self._news = there, time.monotonic()
+        there, now = self.store.keys("rounds/"), time.monotonic()
+        was_away = now - self._looked > PATIENCE  # the store, or this process
+        if there != self._there or was_away:
+            self._there, self._news = there, now
+        self._looked = now
         why = (
             f"{gone} or its body, which counts in round {self.number}, is gone or "
             f"damaged at {self.store.url}, and no later snapshot can be used."
         )
-        if time.monotonic() - self._news <= _GIVE_UP:
-            raise StoreError(f"{why} A site that has read it writes one.")
+        patience = max(_GIVE_UP, _GIVE_UP_PERIODS * self._period)
+        if now - self._news <= patience:
+            raise StoreError(
+                f"{why} A site that has read it writes one. If none has, restore it, "
+                "or remove the round: see 'A contribution that is lost' in "
+                "docs/operate-sites.md."
+            )
         raise RuntimeError(
-            f"{why} Nobody has contributed for {_GIVE_UP / 60:g} minutes. Restore it "
-            "and start the sites again. If that cannot be done, stop all sites, remove "
-            f"what commits/ and rounds/ have of round {self.number} and later, and "
-            "start them: they decide the round again."
+            f"{why} Nobody has contributed for {patience / 60:.0f} minutes. If a site "
+            "still trains, start the others again: its next snapshot has the round. "
+            "Otherwise restore it and start the sites again. If that cannot be done, "
+            f"stop all sites, remove what commits/ and rounds/ have of round "
+            f"{self.number} and later, and start them: they decide the round again."
         )
 
     def _decide(self, own: Contribution, commit: dict[str, Any], after: int) -> str:
@@ -185,7 +196,8 @@ class Follower:
         message = self.model.encode(captured, anchor, self._residual)
         uid = uuid.uuid4().hex
         self.contribution = Contribution(captured, anchor, message, tokens, uid)
-        self._reported = time.monotonic()
+        self._reported = now = time.monotonic()
+        self._period, self._prepared = max(0.0, now - self._prepared), now
 
     def send(self) -> None:
         """Creates this site's contribution to the open round."""
@@ -275,7 +287,7 @@ class Follower:
         self._complete = math.inf  # when the quorum was there
         # If it cannot be read: contributions in the store, and when they last changed.
         self._there: list[str] | None = None
-        self._news = 0.0
+        self._news = self._looked = 0.0
 
     def _receive_listed(self, members: _run.Members) -> None:
         """Reads the members' contributions that the store lists and are not known."""

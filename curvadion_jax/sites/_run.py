@@ -327,7 +327,7 @@ def _digests(store: Store, number: int) -> set[Any]:
 def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> None:
     """Writes the outer side before a round, and collects what older rounds left."""
     numbers = _snapshots(store)
-    if number in numbers:
+    if number in numbers and _has_body(store, number):
         return
     arrays = to_host([*outer.anchor, *outer.state])
     store.write(snapshot_key(number), {"roster": roster}, arrays)
@@ -337,9 +337,12 @@ def write_snapshot(store: Store, outer: Outer, roster: Roster, number: int) -> N
 
 
 def has_lost(store: Store, number: int) -> bool:
-    """Whether what counted since the newest snapshot is not all there any more."""
+    """Whether the newest snapshot, or what counted since, is not all there any more."""
+    newest = max(_snapshots(store), default=0)
+    if not _has_body(store, newest):
+        return True
     there = {*store.keys("rounds/"), *store.keys("bodies/rounds/")}
-    for each in range(max(_snapshots(store), default=0), number):
+    for each in range(newest, number):
         try:
             commit = read_commit(store, each)
         except InvalidError:
@@ -349,6 +352,11 @@ def has_lost(store: Store, number: int) -> bool:
             if not {key, f"bodies/{key}/{entry['sha256']}"} <= there:
                 return True
     return False
+
+
+def _has_body(store: Store, number: int) -> bool:
+    """Whether a snapshot's arrays are there."""
+    return bool(store.keys(f"bodies/{snapshot_key(number)}/"))
 
 
 def _collect(store: Store, before: int) -> None:

@@ -150,7 +150,9 @@ class Site:
             their shapes, dtypes and shardings matter.
 
         Raises:
-          OSError: if the store cannot be reached, read, or written. Call it again.
+          OSError: if the store cannot be reached, read, or written, or if a
+            contribution that counts is lost. Call it again, in the latter case after
+            what the message says.
           RuntimeError: if the run is damaged or of another version, or if the store
             overwrites objects that it should create.
           TypeError: for leaves that are no floating-point arrays.

@@ -164,6 +164,7 @@ def test_a_snapshot_of_an_open_round_needs_contributions_that_confirm_it(sent):
 
 
 LOST = "rounds/00000001/b or its body, which counts in round 1, is gone"
+LOOK = 50.0  # seconds from one look of a site that waits to the next
 
 
 def stuck(clock):
@@ -175,34 +176,85 @@ def stuck(clock):
     assert a.follower.propose()
     lose(a, "rounds/00000001/b")
     c.prepare(3.0)
-    for now in (0.0, _follower._GIVE_UP):
-        clock.now = now
-        with pytest.raises(_store.StoreError, match=LOST):
-            c.advance()
     return c
+
+
+def seconds_until_it_ends(clock, site):
+    """Of a site that looks again and again, and the error."""
+    began = clock.now
+    while True:
+        try:
+            site.advance()
+        except _store.StoreError:
+            clock.now += LOOK
+        except RuntimeError as error:
+            return clock.now - began, str(error)
 
 
 def test_a_site_ends_if_nobody_has_a_counted_contribution_any_more(clock):
     c = stuck(clock)
-    clock.now += 1
     digest, contribution = c.digest, c.follower.contribution
-    with pytest.raises(RuntimeError, match=f"{LOST}.*have of round 1 and later"):
-        c.advance()
+    seconds, error = seconds_until_it_ends(clock, c)
+    assert _follower._GIVE_UP < seconds <= _follower._GIVE_UP + LOOK
+    assert LOST in error
+    assert "have of round 1 and later" in error
     assert (c.follower.number, c.digest) == (1, digest)
     assert c.follower.contribution is contribution
 
 
-def test_a_site_waits_for_one_that_has_taken_the_round(clock):
+def a_contribution(clock, site):
+    """To a later round, of a site that has taken this one."""
+    site.store.write(_run.contribution_key(2, "a"), {})
+
+
+def an_outage(clock, site):
+    clock.now += 10 * _follower._GIVE_UP
+
+
+def a_long_period(clock, site):
+    """Of two contributions whose distance is more than a third of the wait."""
+    site.follower._period = _follower._GIVE_UP
+
+
+@pytest.mark.parametrize("news", [a_contribution, an_outage, a_long_period])
+def test_a_site_waits_for_one_that_may_have_taken_the_round(clock, news):
     c = stuck(clock)
-    clock.now += 1
-    c.store.write(_run.contribution_key(2, "a"), {})
-    for wait in (0.0, _follower._GIVE_UP):
-        clock.now += wait
+    for _ in range(5):
         with pytest.raises(_store.StoreError, match=LOST):
             c.advance()
-    clock.now += 1
-    with pytest.raises(RuntimeError, match=LOST):
-        c.advance()
+        clock.now += LOOK
+    news(clock, c)
+    seconds, _ = seconds_until_it_ends(clock, c)
+    assert seconds > _follower._GIVE_UP
+
+
+def test_a_period_is_the_time_between_two_contributions(clock):
+    a, b = named("ab", quorum=2)
+    for _ in range(2):
+        assert a.follower._period == 0
+        clock.now += 300.0
+        settle(a, b, by=[1.0, 1.0])
+    assert a.follower._period == 300.0
+
+
+def test_a_snapshot_whose_body_is_lost_is_written_again(clock):
+    """By a site that waits for one that needs it."""
+    a, b, c = named("abc", quorum=3)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
+    for site in (a, b, c):
+        site.send(2.0)
+    settle(a, b)
+    _run.write_snapshot(a.store, a.follower.outer, a.follower._roster, 2)
+    lose(a, "bodies/rounds/00000001/b")
+    lose(a, "bodies/snapshots/00000002")
+    with pytest.raises(_store.StoreError, match=LOST):
+        c.follow()
+    a.send(1.0)
+    for _ in range(2):
+        assert not a.follower.propose()
+        clock.now += MINUTE + 1
+    c.follow()
+    assert c.digest == a.digest
 
 
 @pytest.mark.parametrize("later", [False, True])
