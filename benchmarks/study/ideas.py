@@ -28,6 +28,7 @@ import jax
 import optax
 import rows
 import study
+from curve import BITS
 from simulate import Run, Size, simulate
 
 import curvadion_jax as cd
@@ -36,7 +37,7 @@ from curvadion_jax import compressors, synchronizers, triggers
 FILE = study.RESULTS / "ideas.jsonl"
 SIZE = Size(layers=2, width=64, length=64, sequences=16)
 STEPS, RATE, ADAMW_RATE = 300, 0.08, 0.02
-BITS = {0.07: 2, 0.01: 2, 0.003: 2, 0.14: 4, 0.03: 2}  # as in `curve.py`
+BUDGETS = (0.07, 0.01, 0.003, 0.14, 0.03)
 
 
 def in_eight_bits(bits: int) -> compressors.Compressor:
@@ -124,7 +125,7 @@ IDEAS: dict[tuple[str, float], dict[str, rows.Method]] = {
             budget, form=in_eight_bits(BITS[budget])
         ),
     }
-    for budget in BITS
+    for budget in BUDGETS
 }
 IDEAS["`local_muon`", 0.003] |= {
     "4 bits": local_muon(0.003, form=compressors.quantize(4)),
