@@ -61,7 +61,7 @@ def point(form: Form, results: study.Results, steps: int) -> Point | None:
     The tuned recipe, or while its tuning goes on the setting with most seeds.
     """
     best, found = form.recipe(results), []
-    for setting in form.settings:
+    for setting, _ in form.tried:
         for rate in sorted({run.rate for run in results}):
             runs = [
                 Run(form.method(setting), rate, seed, steps) for seed in study.SEEDS

@@ -84,11 +84,13 @@ def local_muon(
     )
 
 
-def local_adamw(budget: float, outer: tuple[float, float] | None) -> rows.Method:
+def local_adamw(
+    budget: float, outer: tuple[float, float] | None = None, bits: int = 2
+) -> rows.Method:
     return lambda rate, steps, mesh: cd.adaptive_sync(
         optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.0),
         triggers.evenly(budget),
-        reconcile(budget, outer, None),
+        reconcile(budget, outer, compressors.quantize(bits)),
         mesh,
     )
 
@@ -141,9 +143,11 @@ IDEAS["gradients in 2 bits", 0.07] = {
     "a momentum of 0.95": gradients_in_two_bits(lambda steps: 0.95),
 }
 ADAMW = "AdamW with local steps"
-for _budget in (0.01, 0.07):
+for _budget in (0.07, 0.01):
     IDEAS[ADAMW, _budget] = {
-        "the plain mean": local_adamw(_budget, None),
+        "the plain mean, 2 bits": local_adamw(_budget),
+        "4 bits, half as often": local_adamw(_budget, bits=4),
+        "8 bits, a quarter as often": local_adamw(_budget, bits=8),
         **{
             f"outer step {rate}, {momentum}": local_adamw(_budget, (rate, momentum))
             for rate, momentum in ((1.0, 0.2), (1.0, 0.4))

@@ -99,7 +99,8 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
         wins = curve.CONSTANT in run.method or curve.NESTEROV in run.method
         results[run] = {"loss": 1.0 - 0.1 * wins - run.rate, "date": "", "bytes": 1}
     for form in curve.FORMS:
-        setting, rate = form.settings[-1], max(form.rates)
+        setting, rates = form.tried[-1]
+        rate = max(rates)
         reported = {
             Run(form.method(setting), rate, seed, study.STEPS) for seed in study.SEEDS
         }
