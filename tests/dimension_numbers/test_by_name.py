@@ -1,24 +1,13 @@
-"""The short rule: right or asked, never wrong.
+"""The short rule: right or asked, never wrong (`codebases.py` has the trees)."""
 
-`parameter_trees` holds, of a small model of each of 25 codebases, where its names and
-shapes are from, and for each path `[shape]` of what is no matrix: vectors, tables,
-heads, convolutions; or `[shape, [[reduction, output], ...]]` with the axes that its own
-products sum over and produce, several where a fused kernel is one matrix or more.
-`"either"` after them says that a matrix or none is right: routers, adapters, output
-layers of few classes. `{0..2}` in a path stands for 0, 1 and 2.
-"""
-
-import json
-import re
-from pathlib import Path
-
+import codebases
 import jax
 import jax.numpy as jnp
 import pytest
 
 import curvadion_jax as cd
 
-TREES = sorted((Path(__file__).parents[1] / "support/parameter_trees").glob("*.json"))
+TREES = sorted(codebases.TREES.glob("*.json"))
 DENSE = cd.DimensionNumbers(0, 1)
 # What is asked about in any tree: so every call warns.
 BESIDE = {"beside": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
@@ -34,31 +23,11 @@ def kinds(shapes):
     return {found.path: found.kind for found in findings if found.path in shapes}
 
 
-def expanded(path):
-    """`a/{0..1}` -> `a/0`, `a/1`."""
-    if not (found := re.search(r"\{0\.\.(\d+)\}", path)):
-        return [path]
-    start, end = path[: found.start()], path[found.end() :]
-    every = range(int(found[1]) + 1)
-    return [full for i in every for full in expanded(f"{start}{i}{end}")]
-
-
-def read(path):
-    """What is right by the paths of the parameters: shape, axes, perhaps `either`."""
-    found = json.loads(path.read_text())["parameters"]
-    return {full: each for key, each in found.items() for full in expanded(key)}
-
-
 @pytest.mark.parametrize("path", TREES, ids=lambda path: path.stem)
 def test_no_parameter_of_a_codebase_is_mistaken(path):
-    right = read(path)
+    right = codebases.read(path)
     found = kinds({name: tuple(shape) for name, (shape, *_) in right.items()})
-    for name, (_, *more) in right.items():
-        axes = more[0] if more else []
-        if found[name] == "matrix":
-            assert [[0], [1]] in axes or (not axes and "either" in more), name
-        elif found[name] != "asked":
-            assert not axes or "either" in more, name
+    assert codebases.mistaken(found, right) == []
 
 
 def test_half_of_the_trees_have_matrices_that_it_knows():
@@ -66,7 +35,7 @@ def test_half_of_the_trees_have_matrices_that_it_knows():
     known = [
         sum(kind == "matrix" for kind in kinds(shapes).values())
         for path in TREES
-        for shapes in [{name: tuple(x[0]) for name, x in read(path).items()}]
+        for shapes in [{name: tuple(x[0]) for name, x in codebases.read(path).items()}]
     ]
     assert len(known) == 25
     assert sum(number > 0 for number in known) >= 13
