@@ -206,11 +206,24 @@ def read_by(log: Any, beta: float, rule: str) -> np.ndarray:
     return np.max(np.where(counted, change, 0), axis=1)
 
 
+def of_the_head(log: Any, beta: float) -> list[str]:
+    """Steps on which the published rule reads the head, and RMMC on those up to 10."""
+    before, after = (np.array(log[name])[1:] for name in ("before", "after"))
+    counted = before > FLOOR
+    change = np.where(counted, np.abs(after - before) / np.where(counted, before, 1), 0)
+    is_head = change.argmax(axis=1) == change.shape[1] - 1  # the last layer
+    first = int(is_head.argmax())
+    last = first + int((~is_head[first:]).argmax())
+    values = change.max(axis=1)[first : min(last, 10)]
+    over = values * (1 - beta ** (1 + np.arange(first, first + len(values))))
+    return [f"{first + 1} to {last}", f"{over.min():.2f} to {over.max():.2f}"]
+
+
 RULES = ("published", "no floor", "matrices", "corrected")
 
 
 def report(found: dict[str, Any]) -> str:
-    """The numbers, as two Markdown tables."""
+    """The numbers, as three Markdown tables."""
     rows = []
     for name, log in found["start"].items():
         beta = float(name)
@@ -224,6 +237,10 @@ def report(found: dict[str, Any]) -> str:
     header = ["Lion's beta", "rule", "steps 1, 2, 3", "1/(1 - beta^t)"]
     header += [f"steps above {THRESHOLD}: of the first 20", "of the others"]
     lines = [*measuring.markdown(header, rows), ""]
+    rows = [[x, *of_the_head(log, float(x))] for x, log in found["start"].items()]
+    header = ["Lion's beta", "the head is largest on steps"]
+    header += ["RMMC over 1/(1 - beta^t) on those up to 10"]
+    lines += [*measuring.markdown(header, rows), ""]
     run, rows = seen_after_the_first_step(found), []
     for name in ("curvature", "noise", "rate", "rate x curvature"):
         parts = slice(None), slice(len(run["rmmc"]) // 10, None)

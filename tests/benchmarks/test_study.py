@@ -220,6 +220,19 @@ def test_constant_gradients_read_as_the_age_of_lions_momentum():
     np.testing.assert_allclose(rmmc.read_by(log, beta, "corrected"), 0, atol=1e-12)
 
 
+def test_the_steps_on_which_the_head_is_read():
+    """The last of two layers, from step 2 on, at 1.5 times the age of its momentum."""
+    beta, steps = 0.9, np.arange(8)
+    other = 1.0 + np.arange(8.0)  # changes by less on every step
+    head = np.where(steps > 1, 1.0, 0.0)  # below the floor on steps 0 and 1
+    ages = 1 - beta**steps
+    change = np.where(steps > 1, 1.5 / np.where(steps > 0, ages, 1), 0.0)
+    change = np.where(steps == 6, 0.0, change)
+    log = {"before": np.stack([other, head], axis=1)}
+    log["after"] = np.stack([other * 1.01, head * (1 + change)], axis=1)
+    assert rmmc.of_the_head(log, beta) == ["2 to 5", "1.50 to 1.50"]
+
+
 def test_the_pages_of_the_curve_are_those_of_its_rows():
     results = curve.read()
     page = (study.RESULTS / "curve.md").read_text("utf-8")
