@@ -193,7 +193,14 @@ def print_numbers() -> None:
         early = table.above(runs(name, study.QUARTER), short)
         late = table.above(runs(name), best)
         change = [after - before for before, after in zip(early, late, strict=True)]
-        print(f"  its gap from {study.QUARTER} to {study.STEPS} steps:", spread(change))
+        print(f"  its gap after {study.QUARTER} steps:", spread(early), "%")
+        print(f"  the same after {study.STEPS}:", spread(late), "%")
+        print("  the change in points:", spread(change))
+    print("change of the loss by a momentum that rises from 0.8 to 0.95, in percent:")
+    for name in (rows.MUON, rows.LOCAL_MUON):
+        for steps in (study.QUARTER, study.STEPS):
+            gaps = table.above(runs(name + rows.RISING, steps), runs(name, steps))
+            print(f"  {name}, {steps} steps:", spread(gaps))
     print("percent above the best Muon:")
     for name in rows.METHODS:
         if gaps := table.above(runs(name), best):

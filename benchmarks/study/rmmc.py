@@ -247,7 +247,11 @@ def report(found: dict[str, Any]) -> str:
         found_in = (scipy.stats.spearmanr(run["rmmc"][x], run[name][x]) for x in parts)
         rows.append([name, *(f"{each.statistic:.2f}" for each in found_in)])
     header = ["RMMC's rank correlation with", "all steps", "after warmup"]
-    return "\n".join([*lines, *measuring.markdown(header, rows)])
+    lines += [*measuring.markdown(header, rows), ""]
+    usual = np.mean((run["rmmc"] > 0.1) & (run["rmmc"] < 1))
+    return "\n".join(
+        [*lines, f"RMMC is between 0.1 and 1 on {usual:.0%} of the steps."]
+    )
 
 
 def seen_after_the_first_step(found: dict[str, Any]) -> dict[str, np.ndarray]:
