@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "_once(part.someone, to_anchor",
-        "_once(jnp.array(True), to_anchor",
+        "once(part.someone, to_anchor",
+        "once(jnp.array(True), to_anchor",
         WHO,
         "nobody",
     ),

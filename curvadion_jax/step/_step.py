@@ -6,6 +6,7 @@ part (`_group`), what an absent replica keeps, that nothing moves where nobody t
 part, and that updates are finite.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -136,10 +137,10 @@ class Steps:
 
         return _rows.over(of_one, self.mesh)((given, residual), extra_args)[0]
 
-    def reconcile_if(
-        self, fire, outcome: Outcome, given: Given, common: Common
+    def reconcile(
+        self, given: Given, own: tuple[Outcome, Common]
     ) -> tuple[Outcome, Common]:
-        """A sync that follows the replicas' own steps, if `fire` says so.
+        """A sync that follows the replicas' own steps.
 
         A replica is *healthy* if its parameters after its step, its residual and its
         inner state are finite, and *present* if it is healthy and has a weight.
@@ -179,7 +180,7 @@ class Steps:
             to_anchor = functools.partial(
                 self._to_anchor, given.params, part=part, healthy=healthy
             )
-            new = _once(part.someone, to_anchor, old)
+            new = once(part.someone, to_anchor, old)
             finite = own_finite & (_finite.all_finite(new.updates) | ~healthy)
             residual = _finite.or_zeros(part.someone | healthy, new.residual)
             synced = _outcome(
@@ -196,14 +197,11 @@ class Steps:
             )
             return synced, common._replace(anchor=new.anchor, sync_state=new.sync_state)
 
-        def synchronise(operands):
-            # What syncs alone touch, residuals and what is common, may lie in host
-            # memory: it goes to the device and back.
-            outcome, common = _memory.to_device(operands)
-            synced = _rows.over(of_one, self.mesh)((given, outcome), common)
-            return _memory.to_memory_of(synced, operands)
-
-        return _once_if(fire, synchronise, (outcome, common))
+        # What syncs alone touch, residuals and what is common, may lie in host memory:
+        # it goes to the device and back.
+        outcome, common = _memory.to_device(own)
+        synced = _rows.over(of_one, self.mesh)((given, outcome), common)
+        return _memory.to_memory_of(synced, own)
 
     def _to_anchor(
         self, params, old: "_AtSync", *, part: Part, healthy: jax.Array
@@ -353,22 +351,19 @@ def _if(fire, synchronise, otherwise, *operands):
         return lax.cond(fire, synchronise, otherwise, *operands)
 
 
-def _once_if(fire, function, operands):
-    """`_once`, by that name too where `fire` is not known to the host."""
-    if isinstance(fire, bool):
-        return function(operands) if fire else operands
-    with jax.named_scope(SYNC):
-        return _once(fire, function, operands)
-
-
-def _once(condition, function, operands):
-    """What a function makes of a tree, or the tree as it is.
+def once(condition, function, operands, name: str | None = None):
+    """What a function makes of a tree if the condition is true, or the tree as it is.
 
     The conditional is inside a loop that runs once or not at all. A bare conditional
     copies what it passes through (https://github.com/jax-ml/jax/issues/39449); a loop
     that does not run copies nothing. A bare loop would not do either: XLA hoists
     loop-invariant work out of it, and would then do that work on every step.
+
+    In the program both have `name`. A condition that the host knows is not in it.
     """
+    if isinstance(condition, bool):
+        return function(operands) if condition else operands
     keep = lambda carried: carried
-    once = lambda _, carried: lax.cond(condition, function, keep, carried)
-    return lax.fori_loop(0, condition.astype(jnp.int32), once, operands)
+    body = lambda _, carried: lax.cond(condition, function, keep, carried)
+    with jax.named_scope(name) if name else contextlib.nullcontext():
+        return lax.fori_loop(0, condition.astype(jnp.int32), body, operands)
