@@ -31,7 +31,7 @@ from curvadion_jax.mesh import _group, _rows, _within_replica
 from curvadion_jax.mesh._group import Group
 from curvadion_jax.mesh._layout import Layout, make_layout
 from curvadion_jax.mesh._rows import Replicas
-from curvadion_jax.step import _placement, _refuse_copies, _step, _sync_state
+from curvadion_jax.step import _refuse_copies, _step, _sync_state
 from curvadion_jax.step._sync_state import AdaptiveSyncState, Common, Rows
 from curvadion_jax.synchronizers import AfterStep, Synchronizer
 from curvadion_jax.triggers import Clock, Measured, Seen, Trigger
@@ -166,7 +166,7 @@ class _AdaptiveSync:
             return state
 
         if _rows.explicit_axes(self.mesh):
-            return _placement.on_automatic_axes(start, params, self.mesh, layout)
+            return _sync_state.on_automatic_axes(start, params, self.mesh, layout)
         return start(params)
 
     def _initial_state(self, params, layout: Layout, unseen: bool) -> AdaptiveSyncState:
@@ -205,7 +205,7 @@ class _AdaptiveSync:
 
     def _placed(self, state: AdaptiveSyncState, params, layout: Layout):
         """The state, where its arrays lie on the mesh."""
-        return _placement.placed(
+        return _sync_state.placed(
             state,
             inner=self.inner,
             before=self.before or optax.identity(),

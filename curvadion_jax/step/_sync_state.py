@@ -1,10 +1,22 @@
-"""The state of `adaptive_sync`: what is common, what are rows, and what is counted."""
+"""The state of `adaptive_sync`: what it is made of, and where it lies on the mesh."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from curvadion_jax import metrics
+import jax
+import optax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from curvadion_jax import _memory, metrics
+from curvadion_jax.mesh import _rows
+from curvadion_jax.mesh._layout import Layout
+from curvadion_jax.mesh._rows import AXIS, Replicas
+from curvadion_jax.synchronizers import AfterStep, Synchronizer
 
 
 class Common(NamedTuple):
@@ -66,3 +78,99 @@ def check_state(state: Any) -> None:
             "AdaptiveSyncState. Give what init returned; a checkpoint restored without "
             "a target is made of dictionaries, so restore it into such a state."
         )
+
+
+def placed(
+    state: AdaptiveSyncState,
+    *,
+    inner: optax.GradientTransformation,
+    before: optax.GradientTransformation,
+    synchronizer: Synchronizer,
+    params: Any,
+    mesh: Replicas,
+    layout: Layout,
+) -> AdaptiveSyncState:
+    """The state of `adaptive_sync`, with all that is like parameters as these lie.
+
+    On every step, or arrays would lie otherwise after the first one, and the second
+    call would compile again.
+    """
+    if not isinstance(mesh, Mesh):
+        return state
+    row = lambda x, spec=(): _constrain(x, mesh, P(AXIS, *spec))
+    common = lambda x, spec=(): _constrain(x, mesh, P(*spec))
+    counter = lambda x: row(x) if x.ndim == 1 else common(x)
+    state = state._replace(counters=jax.tree.map(counter, state.counters))
+    if not layout.is_divided:
+        return state._replace(
+            common=jax.tree.map(common, state.common),
+            rows=jax.tree.map(row, state.rows),
+        )
+    specs = jax.tree.unflatten(jax.tree.structure(params), layout.of(params))
+    scalars = lambda tree: jax.tree.map(lambda x: x if x.ndim else common(x), tree)
+    anchor, sync_state, trigger_state = state.common
+    if isinstance(synchronizer, AfterStep):
+        anchor = jax.tree.map(common, anchor, specs)
+        outer = _like_params(sync_state, synchronizer.init_state, specs, common)
+        sync_state = scalars(outer)
+    residual = state.rows.residual
+    if jax.tree.leaves(residual):
+        residual = jax.tree.map(row, residual, specs)
+    rows = state.rows._replace(
+        inner_state=_like_params(state.rows.inner_state, inner, specs, row),
+        before_state=_like_params(state.rows.before_state, before, specs, row),
+        residual=residual,
+        weight=jax.tree.map(row, state.rows.weight),
+    )
+    common_state = Common(anchor, sync_state, scalars(trigger_state))
+    return AdaptiveSyncState(common_state, rows, state.counters)
+
+
+def _like_params(
+    tree: Any,
+    init: Callable[[Any], Any] | optax.GradientTransformation,
+    specs: Any,
+    place: Callable[[jax.Array, P], jax.Array],
+) -> Any:
+    """Places all that is like parameters; Optax knows what is, from `init`."""
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+
+    def place_like(x, spec):
+        return x if is_masked(x) else place(x, spec)
+
+    return optax.tree.map_params(init, place_like, tree, specs, is_leaf=is_masked)
+
+
+def _constrain(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    if not _memory.is_on_device(x):
+        return x  # its type keeps it there
+    sharding = NamedSharding(_rows.automatic(mesh), spec)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+def on_automatic_axes(
+    function: Callable[[Any], Any], params: Any, mesh: Any, layout: Layout
+) -> Any:
+    """Calls a function of rows on the same devices, all of whose axes are automatic.
+
+    Its results lie on the mesh with Explicit axes, as the function left them.
+    """
+    arrays, structure = jax.tree.flatten(params)
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise ValueError(
+            "tx.init is being traced, and the mesh has Explicit axes. Call it outside "
+            "of jit, where arrays lie on their devices."
+        )
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    twin = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    shardings = [NamedSharding(twin, P(AXIS, *spec)) for spec in layout.of(params)]
+
+    def back(x):
+        is_named = isinstance(x.sharding, NamedSharding)
+        return jax.device_put(
+            x, NamedSharding(mesh, x.sharding.spec if is_named else P())
+        )
+
+    with jax.set_mesh(twin):  # the caller's may be one with axes of other types
+        results = function(structure.unflatten(jax.device_put(arrays, shardings)))
+    return jax.tree.map(back, results)
