@@ -112,25 +112,24 @@ class Compressor(NamedTuple):
     codec: Codec | None = None
     of_replicas: Callable[[Payload, int], Payload] = lambda payload, replicas: payload
 
-    def average_by_device(self, tree: Any, group: Group) -> Averaged:
-        """`average`, by each device of a replica, of its own parts of the arrays.
-
-        Blocks are cut out of what one device holds, so that nothing moves inside of a
-        replica. What several devices hold is sent in pieces, once.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        if not leaves:
-            return Averaged(tree, tree)
-        if group.size == 1 or not group.layout.is_divided:
-            found = self.average(tree, group)
-            return Averaged(*(structure.unflatten(jax.tree.leaves(x)) for x in found))
-        of_parts = lambda parts: self.average(parts, Group(group.axis_name))
-        return Averaged(*_within_replica.by_device(of_parts, tree, group.layout))
-
     def mean(self, contribution: Any, residual: Any, part: Part) -> tuple[Any, Any]:
-        """The mean of contributions and residuals, and this replica's new residual."""
-        whole = jax.tree.map(add_cast, contribution, residual)
-        mean, unsent = self.average_by_device(whole, part.group)
+        """The mean of contributions and residuals, and this replica's new residual.
+
+        Each device of a replica averages its own parts of the arrays. So blocks are cut
+        out of what one device holds, and nothing moves inside of a replica. What
+        several devices hold is sent in pieces, once.
+        """
+        whole, group = jax.tree.map(add_cast, contribution, residual), part.group
+        if not jax.tree.leaves(whole):
+            return whole, residual
+        if group.size == 1 or not group.layout.is_divided:
+            found = self.average(whole, group)
+        else:
+            of_parts = lambda parts: self.average(parts, Group(group.axis_name))
+            found = _within_replica.by_device(of_parts, whole, group.layout)
+        # In the structure of the tree: `average` may return the lists that it is given.
+        structure = jax.tree.structure(whole)
+        mean, unsent = (structure.unflatten(jax.tree.leaves(x)) for x in found)
         return cast_like(mean, whole), cast_like(unsent, residual)
 
     def average_rows(self, rows: Any, residual: Any) -> Averaged:
@@ -161,7 +160,7 @@ class Compressor(NamedTuple):
         return Averaged(jax.tree.map(lambda x: x[0], mean), unsent)
 
     def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
-        """The bytes of `average_by_device`, of all devices of a replica."""
+        """The bytes of `mean`, of all devices of a replica."""
         payloads = [
             self.of_replicas(self.payload(given), layout.replicas)
             for given in _within_replica.calls(tree, layout)

@@ -81,9 +81,8 @@ def average_accumulated(
 
     def sync(take, gradients, inner_state, state, residual, part):
         _, collected = take(gradients, inner_state)
-        mean, unsent = compressor.average_by_device(
-            part.weighted(collected.owed), part.group
-        )
+        own = part.weighted(collected.owed)
+        mean, unsent = compressor.mean(own, optax.tree.zeros_like(own), part)
         updates, new = take(mean, collected, sent=True)
         return updates, new._replace(owed=unsent), state, residual
 
