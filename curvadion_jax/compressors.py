@@ -29,7 +29,7 @@ from curvadion_jax._dtypes import (
     compute_dtype,
 )
 from curvadion_jax.mesh import _within_replica
-from curvadion_jax.mesh._group import Group, Part
+from curvadion_jax.mesh._group import Group
 from curvadion_jax.mesh._layout import Layout
 
 __all__ = ["Averaged", "Codec", "Compressor", "Payload", "exact", "quantize"]
@@ -112,14 +112,17 @@ class Compressor(NamedTuple):
     codec: Codec | None = None
     of_replicas: Callable[[Payload, int], Payload] = lambda payload, replicas: payload
 
-    def mean(self, contribution: Any, residual: Any, part: Part) -> tuple[Any, Any]:
+    def mean_with_feedback(
+        self, contribution: Any, residual: Any, group: Group
+    ) -> tuple[Any, Any]:
         """The mean of contributions and residuals, and this replica's new residual.
 
-        Each device of a replica averages its own parts of the arrays. So blocks are cut
-        out of what one device holds, and nothing moves inside of a replica. What
-        several devices hold is sent in pieces, once.
+        Weights are in the contributions already (`Part.weighted`). Each device of a
+        replica averages its own parts of the arrays. So blocks are cut out of what one
+        device holds, and nothing moves inside of a replica. What several devices hold
+        is sent in pieces, once.
         """
-        whole, group = jax.tree.map(add_cast, contribution, residual), part.group
+        whole = jax.tree.map(add_cast, contribution, residual)
         if not jax.tree.leaves(whole):
             return whole, residual
         if group.size == 1 or not group.layout.is_divided:
@@ -160,7 +163,7 @@ class Compressor(NamedTuple):
         return Averaged(jax.tree.map(lambda x: x[0], mean), unsent)
 
     def payload_by_device(self, tree: Any, layout: Layout) -> Payload:
-        """The bytes of `mean`, of all devices of a replica."""
+        """The bytes of `mean_with_feedback`, of all devices of a replica."""
         payloads = [
             self.of_replicas(self.payload(given), layout.replicas)
             for given in _within_replica.calls(tree, layout)
@@ -176,8 +179,8 @@ def residual_of(
 ) -> Callable[[Any], Any]:
     """A synchronizer's `init_residual`: zeros like the parameters, or () for None.
 
-    The optimizer keeps them as `state.rows.residual`: what :meth:`Compressor.mean` did
-    not send is there until the next sync.
+    The optimizer keeps them as `state.rows.residual`: what a sync did not send is there
+    until the next one (:meth:`Compressor.mean_with_feedback`).
     """
 
     def init(params):
@@ -283,7 +286,13 @@ def quantize(bits: int = 8, block: int = 256) -> Compressor:
 
 
 def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
-    """The mean in codes; `quantize` says how it is taken."""
+    """The mean in codes, as `quantize` describes it.
+
+    The blocks are encoded. Replicas exchange codes: two send each other all of theirs,
+    more of them average a part each, encode the mean again, and send that to all. Then
+    the mean is decoded, and what a replica's codes have brought to it is subtracted
+    from what it wanted to send.
+    """
     tree = jax.tree.map(at_least_float32, tree)
     leaves, structure = jax.tree.flatten(tree)
     if group.size == 1 or not leaves:
@@ -294,7 +303,8 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
     encoded = jnp.concatenate([bucket.encode(encode) for bucket in buckets])
     if group.size == 2:
         # Each sends its blocks to the other one, and nothing is rounded twice.
-        mean = jnp.concatenate(group.all_gather(encoded), axis=-1)  # [blocks, 2 bytes]
+        # [blocks, 2 bytes]: the codes of one and of the other.
+        encoded_mean = jnp.concatenate(group.all_gather(encoded), axis=-1)
 
         def decode_mean(encoded: jax.Array) -> jax.Array:
             one, other = jnp.split(encoded, 2, axis=-1)
@@ -303,7 +313,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         lost, first_own = None, 0
     else:
         most = max(1, *(bucket.most_blocks for bucket in buckets))
-        mean, lost = _average_in_parts(encoded, group, encode, decode, most)
+        encoded_mean, lost = _average_in_parts(encoded, group, encode, decode, most)
         decode_mean, first_own = decode, group.replica * len(lost)
         lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # for `_window`
 
@@ -314,7 +324,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         own_lost = _window(lost, first_block - first_own, len(encoded))
         return decode(encoded) - own_lost
 
-    means = [x for bucket in buckets for x in bucket.decode(mean, decode_mean)]
+    means = [x for bucket in buckets for x in bucket.decode(encoded_mean, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
     return Averaged(structure.unflatten(means), structure.unflatten(unsent))
 
@@ -345,8 +355,8 @@ def _average_in_parts(encoded, group, encode, decode, most):
 
     pieces, last = divmod(parts.shape[1], most)
     own_encoded, lost = in_pieces(average_piece, pieces, most, last)
-    mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
-    return mean, lost
+    encoded_mean = group.all_gather(own_encoded).reshape(-1, own_encoded.shape[-1])
+    return encoded_mean, lost
 
 
 def _window(x: jax.Array, start: Any, count: int) -> jax.Array:

@@ -82,7 +82,9 @@ def average_accumulated(
     def sync(take, gradients, inner_state, state, residual, part):
         _, collected = take(gradients, inner_state)
         own = part.weighted(collected.owed)
-        mean, unsent = compressor.mean(own, optax.tree.zeros_like(own), part)
+        mean, unsent = compressor.mean_with_feedback(
+            own, optax.tree.zeros_like(own), part.group
+        )
         updates, new = take(mean, collected, sent=True)
         return updates, new._replace(owed=unsent), state, residual
 

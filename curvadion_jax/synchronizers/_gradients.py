@@ -39,7 +39,7 @@ def average_gradients(
             mean = part.mean(gradients)
         else:
             own = part.weighted(gradients)
-            mean, residual = compressor.mean(own, residual, part)
+            mean, residual = compressor.mean_with_feedback(own, residual, part.group)
             mean = _dtypes.cast_like(mean, gradients)
         return *take(mean, inner_state), state, residual
 

@@ -65,7 +65,9 @@ def reconcile(
         if compressor is None:
             mean, new_residual = part.group.mean(contribution), ()
         else:
-            mean, new_residual = compressor.mean(contribution, residual, part)
+            mean, new_residual = compressor.mean_with_feedback(
+                contribution, residual, part.group
+            )
 
         # 2. The outer step, from the anchor.
         pseudo_gradient = jax.tree.map(jnp.negative, mean)

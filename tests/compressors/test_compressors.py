@@ -9,7 +9,7 @@ import pytest
 from compressor_runs import ATOL, average, averaging, one_of, trees
 
 from curvadion_jax import compressors
-from curvadion_jax.synchronizers import Group, Part
+from curvadion_jax.synchronizers import Group
 
 ALL = {
     "exact": compressors.exact(),
@@ -145,6 +145,6 @@ def test_means_of_a_list_of_leaves_have_the_structure_of_the_tree():
 
     form = compressors.Compressor(average, compressors.exact().payload)
     tree = {"a": jnp.ones(3), "b": {"c": jnp.zeros(2)}}
-    for found in form.mean(tree, tree, Part(Group())):
+    for found in form.mean_with_feedback(tree, tree, Group()):
         chex.assert_trees_all_equal_shapes(found, tree)
-    assert form.mean({}, {}, Part(Group())) == ({}, {})
+    assert form.mean_with_feedback({}, {}, Group()) == ({}, {})
