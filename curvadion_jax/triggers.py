@@ -299,6 +299,8 @@ def budget(
 ) -> Trigger:
     r"""Spends a share of the bytes of synchronous training, by another trigger's value.
 
+    :func:`curvadion` has this budget, :func:`local_muon` has `evenly`.
+
     The value of another trigger decides when the replicas synchronise, and the rate
     how often. With p = rate / cost, the syncs per step that are paid for, the
     threshold follows

@@ -63,14 +63,16 @@ def with_states(
     return _trees.map_nodes(DionState, function, state)
 
 
-def after_local_step(
+def with_new_momentum(
     update: Callable[..., tuple[Any, Any]], gradients: Any, state: optax.OptState
 ) -> tuple[optax.OptState, bool]:
     """The state with the momentum that a local step of any optimizer would give.
 
-    Dion gives it before error feedback, and that is known unless a transformation
-    around it passes no extra arguments on. Other optimizers run their whole update, and
-    the compiler drops what is not used.
+    Dion gives it before error feedback, M + G, with Q as it was. `momentum_only` asks
+    for that: an extra argument, which `optax.chain` and `optax.partition` hand down to
+    `scale_by_dion`. It is not known where a transformation around Dion passes no extra
+    arguments on. Other optimizers run their whole update, and the compiler drops what
+    is not used.
 
     Returns:
       The state, and whether the momentum is known.

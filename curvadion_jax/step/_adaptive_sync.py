@@ -221,7 +221,7 @@ class _AdaptiveSync:
             return inner_state
         take = self.steps(layout).take(params, {})
         zeros = jax.tree.map(jnp.zeros_like, params)
-        after, _ = _dion.after_local_step(take, zeros, inner_state)
+        after, _ = _dion.with_new_momentum(take, zeros, inner_state)
         new = iter(_dion.states_of(after))
         return _dion.with_states(
             inner_state, lambda dion: dion._replace(dion_q=next(new).dion_q)
@@ -260,11 +260,11 @@ class _AdaptiveSync:
         cost_of_sync = costs.of_sync(_rows.count(self.mesh))
         clock = Clock(counters.steps, counters.syncs, counters.since, cost_of_sync)
         checksum = self._checksum_after_sync(params, counters)
-        present = weight > 0
-        weight = self._weight_with_earlier(rows, weight)
+        present = weight > 0  # on this step
+        weight_since_sync = self._weight_since_sync(rows, weight)
 
-        # 1. The trigger looks at every replica.
-        prepared = self._look(
+        # 1. Every replica's gradients, and its value if the trigger measures one.
+        prepared = self._prepare(
             gradients,
             params,
             rows,
@@ -285,7 +285,7 @@ class _AdaptiveSync:
             params=params,
             gradients=prepared.gradients,
             finite=prepared.finite,
-            weight=jnp.where(present, weight, 0),
+            weight=jnp.where(present, weight_since_sync, 0),
             inner_state=rows.inner_state,
         )
         if self.reconciles:
@@ -316,12 +316,12 @@ class _AdaptiveSync:
                 prepared.remembered, outcome, params, decision.fire
             ),
             residual=outcome.residual,
-            weight=self._weight_left(weight, outcome),
+            weight=self._weight_left(weight_since_sync, outcome),
         )
         state = AdaptiveSyncState(common, rows, counters)
         return updates, self._placed(state, params, layout)
 
-    def _weight_with_earlier(self, rows: Rows, weight: jax.Array) -> jax.Array:
+    def _weight_since_sync(self, rows: Rows, weight: jax.Array) -> jax.Array:
         """How much each replica counts, should this step have a sync, float32[R].
 
         A drift counts by the weights of all steps since the last sync. (A replica that
@@ -373,7 +373,7 @@ class _AdaptiveSync:
             gradients=number * _within_replica.elements_per_device(params, layout),
         )
 
-    def _look(
+    def _prepare(
         self,
         gradients,
         params,
@@ -385,7 +385,7 @@ class _AdaptiveSync:
         steps: _step.Steps,
         extra_args,
     ) -> _Prepared:
-        """What the trigger sees of every replica; nothing is sent."""
+        """Gradients that are finite, and what the trigger measures; nothing is sent."""
 
         def of_one(row, common):
             gradients, params, rows, present, checksum = row
@@ -398,7 +398,7 @@ class _AdaptiveSync:
                 # Of Dion that is M + G alone, once more in `Steps.own`, which takes the
                 # whole step. Another optimizer's update the compiler merges with that.
                 take = steps.take(params, extra_args)
-                after, is_known = _dion.after_local_step(
+                after, is_known = _dion.with_new_momentum(
                     take, gradients, rows.inner_state
                 )
                 seen = Seen(

@@ -173,10 +173,16 @@ class Steps:
             own_finite = _finite.all_finite(outcome.updates)
             # The step ends here: else the compiler finishes the inner state after the
             # sync, and keeps the gradients until then. (Memory alone would show it.)
-            updates, inner_state, own_finite, moved = lax.optimization_barrier(
+            updates, inner_state, own_finite, moved_checksum = lax.optimization_barrier(
                 (outcome.updates, inner_state, own_finite, _checksum.of(moved))
             )
-            old = _AtSync(updates, moved, residual, common.anchor, common.sync_state)
+            old = _AtSync(
+                updates=updates,
+                checksum=moved_checksum,
+                residual=residual,
+                anchor=common.anchor,
+                sync_state=common.sync_state,
+            )
             to_anchor = functools.partial(
                 self._to_anchor, given.params, part=part, healthy=healthy
             )
@@ -192,7 +198,9 @@ class Steps:
                 restarted=~inner_sound,
                 zeroed=~finite,
                 checksums=Checksums(
-                    moved=moved, params=new.checksum, anchor=_checksum.of(new.anchor)
+                    moved=moved_checksum,
+                    params=new.checksum,
+                    anchor=_checksum.of(new.anchor),
                 ),
             )
             return synced, common._replace(anchor=new.anchor, sync_state=new.sync_state)
@@ -226,7 +234,13 @@ class Steps:
         target = _either(healthy & ~part.present, ahead, target)
         updates = jax.tree.map(jnp.subtract, target, params)
         checksum = _checksum.of(_moved(params, lax.optimization_barrier(updates)))
-        return _AtSync(updates, checksum, residual, anchor, sync_state)
+        return _AtSync(
+            updates=updates,
+            checksum=checksum,
+            residual=residual,
+            anchor=anchor,
+            sync_state=sync_state,
+        )
 
     def with_mean_if(
         self, fire, given: Given, residual, common: Common, extra_args

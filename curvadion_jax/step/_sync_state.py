@@ -42,7 +42,9 @@ class Rows(NamedTuple):
       inner_state: state of the inner optimizer.
       remembered: what the trigger remembers of the replica.
       residual: what the replica has not sent yet, already multiplied by its weight; ()
-        without error feedback.
+        without error feedback. A sync adds it to what it sends, and finds the next one
+        (`Compressor.mean_with_feedback`). A replica that is not healthy brings zeros
+        (`Steps`), and an element stays where the anchor's does (`reconcile`).
       weight: the sum of the replica's weights since the last sync; () if a sync
         averages what belongs to one step.
     """
