@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -79,19 +80,26 @@ def levanter(folder: Path, *, patched: bool) -> Path:
 
 
 def _wheel(name: str, what: str, folder: Path, *, patched: bool) -> Path:
-    releases = folder / "releases"
-    stem = what.partition("==")[0].replace("-", "_")
-    if not list(releases.glob(f"{stem}-*.whl")):
-        options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --dest"
-        command = ["download", *options.split(), str(releases), what]
-        _run([sys.executable, "-m", "pip", *command])
-    (release,) = releases.glob(f"{stem}-*.whl")
     target = folder / f"{name}-{_state(name, patched)}"
-    if not target.exists():
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    # Renamed once it is whole: several sites may start at once, or be killed here.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        options = "--quiet --no-deps --only-binary=:all: --python-version 3.12 --dest"
+        command = ["download", *options.split(), temporary, what]
+        _run([sys.executable, "-m", "pip", *command])
+        (release,) = Path(temporary).glob("*.whl")
+        unpacked = Path(temporary) / name
         with zipfile.ZipFile(release) as archive:
-            archive.extractall(target)
+            archive.extractall(unpacked)
         if patched:
-            _patch(target, f"{name}/{name}")
+            _patch(unpacked, f"{name}/{name}")
+        try:
+            unpacked.rename(target)
+        except OSError:
+            if not target.exists():  # another process was sooner
+                raise
     return target
 
 
