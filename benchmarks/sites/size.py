@@ -147,7 +147,7 @@ def measure(url: Any, count: float, bits: int) -> dict[str, Any]:
     leaves = [params[name] for name in sorted(params)]
     model = Model(params, outer, form.codec)
     follower = Follower(Store(url), model, "site", 1, 0.0)
-    measured.part("fingerprint", lambda: model.fingerprint)
+    measured.part("fingerprint", lambda: model.outer_step.fingerprint)
     measured.part("start", lambda: follower.start(leaves))
     for _ in range(2):
         captured = [x + np.float32(1e-3) for x in leaves]

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+Arrays = list[np.ndarray]
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -87,3 +90,23 @@ def _library(x: Any) -> Any:
     if hasattr(x, "__array_namespace__"):
         return x.__array_namespace__()
     return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def to_host(tree: Any) -> Arrays:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def cpu() -> Any:
+    return jax.local_devices(backend="cpu")[0]
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """The dtype to compute in: at least float32."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def cast(arrays: Arrays, like: Sequence[Any]) -> Arrays:
+    """The arrays in the dtypes of others; not copied where they have them."""
+    with np.errstate(over="ignore"):  # what becomes Inf is found by who checks it
+        pairs = zip(arrays, like, strict=True)
+        return [x.astype(other.dtype, copy=False) for x, other in pairs]

@@ -10,8 +10,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from curvadion_jax.sites import _headers, _run
+from curvadion_jax.sites._arrays import Arrays
 from curvadion_jax.sites._heart import Heart
-from curvadion_jax.sites._model import Arrays, Model, Outer, log
+from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._outer_step import Outer, log
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
@@ -84,7 +86,8 @@ class Follower:
         self.heart = Heart(self.store, self.name, self.incarnation, self._grace)
         if _run.read_commit(self.store, 0) is None:
             # Of several sites that begin the run at once, the first snapshot stands.
-            _run.write_snapshot(self.store, self.model.initial(params), {}, 0)
+            outer = self.model.outer_step.initial(params)
+            _run.write_snapshot(self.store, outer, {}, 0)
         if (found := _run.load(self.store, self.model)) is None:
             raise StoreError(
                 f"The store {self.store.url} has no snapshot that can be used. Restore "

@@ -15,8 +15,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from curvadion_jax.sites import _headers
+from curvadion_jax.sites._arrays import Arrays, to_host
 from curvadion_jax.sites._headers import NAME
-from curvadion_jax.sites._model import Arrays, Model, Outer, log, to_host
+from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._outer_step import Outer, log
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
 
 # After so many rounds without a contribution a site is not waited for, and its share
@@ -91,7 +93,7 @@ def enter(store: Store, model: Model, quorum: int) -> None:
             for name, x in zip(model.names, model.shapes, strict=True)
         ],
         "compressor": [[str(x.dtype), [*x.shape]] for x in model.message],
-        "outer optimizer (or JAX, or Optax)": [model.fingerprint],
+        "outer optimizer (or JAX, or Optax)": [model.outer_step.fingerprint],
         "quorum": [quorum],
     }
     if store.read(RUN) is None:
@@ -296,12 +298,12 @@ def load(
 def _confirmed(store: Store, model: Model, number: int) -> tuple[Outer, Roster]:
     """A snapshot that the round after it confirms, and its roster."""
     key, commit_at = snapshot_key(number), commit_key(number)
-    found, commit = store.look(key, model.snapshot), store.look(commit_at)
+    found, commit = store.look(key, model.outer_step.snapshot), store.look(commit_at)
     if found is None:
         raise InvalidError(f"{key} is missing.")
     header, arrays = found
     _headers.check_snapshot(key, header, number)
-    outer = model.from_snapshot(arrays)
+    outer = model.outer_step.from_snapshot(arrays)
     if commit is not None:
         _headers.check_commit(commit_at, commit[0], number)
         digests = {commit[0]["before"]}

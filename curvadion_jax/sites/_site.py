@@ -11,8 +11,10 @@ import optax
 
 from curvadion_jax import compressors
 from curvadion_jax.sites import _arguments, _arrays, _processes
+from curvadion_jax.sites._arrays import to_host
 from curvadion_jax.sites._follower import Follower
-from curvadion_jax.sites._model import Model, log, to_host
+from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._outer_step import log
 from curvadion_jax.sites._store import Store
 from curvadion_jax.sites._worker import Update, Worker, moved
 

@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from curvadion_jax.sites import _arrays, _run
+from curvadion_jax.sites._arrays import Arrays, cpu, to_host, wide
 from curvadion_jax.sites._follower import PATIENCE, Follower
-from curvadion_jax.sites._model import Arrays, cpu, drift, log, to_host, wide
+from curvadion_jax.sites._model import drift
+from curvadion_jax.sites._outer_step import log
 from curvadion_jax.sites._store import StoreError
 
 

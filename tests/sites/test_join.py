@@ -12,7 +12,7 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import MemoryStore
 
 from curvadion_jax import compressors, sites
-from curvadion_jax.sites import _model, _run, _store
+from curvadion_jax.sites import _outer_step, _run, _store
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
 
@@ -91,11 +91,10 @@ def test_another_run_than_this_sites(message, other):
 def test_sites_compare_outer_optimizers_without_arrays_of_the_models_size(shape):
     """Which nobody could hold here."""
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    codec = compressors.quantize(2).codec
     outers = optax.sgd(1.0, momentum=0.4), optax.sgd(1.0, momentum=0.5)
-    found = [_model.Model(params, outer, codec).fingerprint for outer in outers]
+    found = [_outer_step.OuterStep(params, outer).fingerprint for outer in outers]
     assert found[0] != found[1]
-    assert _model.Model(params, outers[0], codec).fingerprint == found[0]
+    assert _outer_step.OuterStep(params, outers[0]).fingerprint == found[0]
 
 
 def test_a_run_of_another_version(monkeypatch):

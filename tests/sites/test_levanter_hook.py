@@ -214,7 +214,7 @@ def test_a_config_makes_the_site(tmp_path, bits, momentum, sent, state):
     hook.start(new_state())
     model = site._worker.follower.model
     assert {str(x.dtype) for x in model.message} == {sent}
-    assert len(model.snapshot) - 1 == state
+    assert len(model.outer_step.snapshot) - 1 == state
     assert (site.name, site._every, site._grace) == ("oslo", 3, config.grace)
 
 

@@ -1,14 +1,11 @@
 """Outer steps in parts have the bits of those of the whole tree at once."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
 import pytest
 
-from curvadion_jax import compressors
-from curvadion_jax.sites._model import Model
+from curvadion_jax.sites._outer_step import OuterStep
 
 SHAPES = {"a": (40, 30), "b": (5,), "c": (), "d": (200, 150), "e": (30, 40), "f": (7,)}
 APART = {
@@ -48,61 +45,60 @@ def of_all_names() -> optax.GradientTransformation:
     return optax.stateless(step)
 
 
-def made(outer) -> Model:
+def made(outer) -> OuterStep:
     params = {
         key: jax.ShapeDtypeStruct(shape, "bfloat16" if key == "e" else "float32")
         for key, shape in SHAPES.items()
     }
-    codec: Any = compressors.exact().codec
-    return Model(params, outer, codec)
+    return OuterStep(params, outer)
 
 
-def steps(model: Model, parts) -> list[str]:
+def steps(step: OuterStep, parts) -> list[str]:
     rng, found = np.random.default_rng(0), []
-    outer = model.initial([rng.normal(size=x.shape) for x in model.shapes])
+    outer = step.initial([rng.normal(size=x.shape) for x in step._shapes])
     for _ in range(4):
-        gradients = [rng.normal(size=x.shape).astype("float32") for x in model.shapes]
-        outer = model._outer_step(outer, gradients, parts)
+        gradients = [rng.normal(size=x.shape).astype("float32") for x in step._shapes]
+        outer = step.take(outer, gradients, parts)
         found.append(outer.digest)
     return found
 
 
 @pytest.mark.parametrize("name", APART)
 def test_arrays_that_are_treated_alone_are_stepped_in_parts(name):
-    model = made(APART[name])
-    parts, common = model._parts
+    step = made(APART[name])
+    parts, common = step.parts
     assert 4 <= len(parts) < len(SHAPES)  # small arrays go together
     places = sorted(place for part in [*parts, common] for place in part)
-    assert places == [*range(len(model.snapshot))]
-    found = steps(model, model._parts)
-    assert found == steps(model, model._whole)
+    assert places == [*range(len(step.snapshot))]
+    found = steps(step, step.parts)
+    assert found == steps(step, step._whole)
     assert len({*found}) == 4
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_cannot_be_taken_apart_is_stepped_together(name):
-    model = made(TOGETHER[name])
-    (part,), _ = model._parts
+    step = made(TOGETHER[name])
+    (part,), _ = step.parts
     assert {*range(len(SHAPES))} <= {*part}
-    assert len({*steps(model, model._parts)}) > 1
+    assert len({*steps(step, step.parts)}) > 1
 
 
 @pytest.mark.parametrize("outer", [by_size(), of_all_names()])
 def test_an_optimizer_that_parts_would_change_or_stop_steps_the_whole(outer):
-    model = made(outer)
-    assert len(model._found_parts()[0]) == 5
-    assert model._parts == model._whole
-    assert len({*steps(model, model._parts)}) == 4
+    step = made(outer)
+    assert len(step._found_parts()[0]) == 5
+    assert step.parts == step._whole
+    assert len({*steps(step, step.parts)}) == 4
 
 
 def test_what_is_not_finite_in_the_last_part_changes_nothing(caplog):
-    model = made(optax.sgd(1.0, momentum=0.4))
-    outer = model.initial([np.ones(x.shape) for x in model.shapes])
+    step = made(optax.sgd(1.0, momentum=0.4))
+    outer = step.initial([np.ones(x.shape) for x in step._shapes])
     state = [*outer.state]
-    gradients = [np.ones(x.shape, "float32") for x in model.shapes]
+    gradients = [np.ones(x.shape, "float32") for x in step._shapes]
     gradients[-1][-1] = np.inf
-    assert model._outer_step(outer, gradients, model._parts) is outer
+    assert step.take(outer, gradients, step.parts) is outer
     assert all(x is y for x, y in zip(outer.state, state, strict=True))
     assert "contains NaN or Inf" in caplog.text
-    after = model.from_snapshot([*outer.anchor, *outer.state])
+    after = step.from_snapshot([*outer.anchor, *outer.state])
     assert after.digest == outer.digest

@@ -72,7 +72,7 @@ def test_a_snapshot_that_cannot_be_used_is_passed_over(damage):
     else:
         store.delete(key)
     if damage == "another model":
-        wrong = a.follower.model.initial([x * 9 for x in a.anchor])
+        wrong = a.follower.model.outer_step.initial([x * 9 for x in a.anchor])
         a.store.write(key, {"roster": {}}, [*wrong.anchor, *wrong.state])
     # Objects of strangers are no snapshots, and nothing is collected because of them.
     for stray in ("Thumbs.db", "99999998", "99999999"):
@@ -102,7 +102,7 @@ def test_a_snapshot_with_another_outer_state_is_passed_over():
     for _ in range(5):
         a.step()
     key, model = _run.snapshot_key(4), a.follower.model
-    _, arrays = a.store.read(key, model.snapshot)
+    _, arrays = a.store.read(key, model.outer_step.snapshot)
     store.delete(key)
     a.store.write(key, {"roster": {}}, [*arrays[:2], *(x + 1 for x in arrays[2:])])
     assert ByHand(store, "b", **parts).digest == a.digest

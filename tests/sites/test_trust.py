@@ -237,7 +237,7 @@ def test_a_snapshot_with_a_digest_and_no_usable_roster_is_passed_over(roster):
     for _ in range(5):
         a.step()
     key = _run.snapshot_key(4)
-    _, arrays = a.store.read(key, a.follower.model.snapshot)
+    _, arrays = a.store.read(key, a.follower.model.outer_step.snapshot)
     a.store.delete([key])
     a.store.write(key, {} if roster is None else {"roster": roster}, arrays)
     assert ByHand(store, "b").digest == a.digest
