@@ -63,11 +63,12 @@ class Follower:
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
         self.decided: tuple[Contribution, str] | None = None
-        # Rounds since the start that did not count this site, and the last of them in
-        # a row.
+        # Whether training has given something that no round has counted yet, rounds
+        # that were over meanwhile, and the last of them in a row.
+        self.has_uncounted = False
         self.missed = self.missed_in_a_row = 0
-        # Guards what training takes: `outer`, `number`, `contributors`, `decided`, and
-        # the rounds that were missed.
+        # Guards what training gives and takes: `outer`, `number`, `contributors`,
+        # `decided`, and the rounds that were missed.
         self.changed = threading.Condition()
         self._roster: Roster = {}
         self._residual = model.zeros()
@@ -96,7 +97,7 @@ class Follower:
         self.outer, self._roster, self.number = found
         while self.advance():
             pass
-        self._since, self.missed, self.missed_in_a_row = self.number, 0, 0
+        self._since = self.number
 
     def advance(self) -> bool:
         """Takes the outer step of the open round, if it is committed."""
@@ -129,8 +130,8 @@ class Follower:
             self.outer, self._roster, self.number = outer, roster, after
             self.contributors = len(contributors)
             if self.name in {entry["name"] for entry in contributors}:
-                self.missed_in_a_row = 0
-            else:
+                self.has_uncounted, self.missed_in_a_row = False, 0
+            elif self.has_uncounted:
                 self.missed += after - number
                 self.missed_in_a_row += after - number
             self._open_round()

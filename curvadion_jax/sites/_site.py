@@ -35,7 +35,7 @@ class SiteMetrics(NamedTuple):
       contributors: sites in the last of them.
       counted, late, rejected: contributions of this site, by what became of them.
       contributions: of this site, what is under way included.
-      missed: rounds since its start that did not count this site.
+      missed: rounds that did not count this site although it had a contribution.
       blocked: seconds in which `sync` has waited.
       bytes_up, bytes_down: written to and read from the store, headers included.
       ignored: entries of the store's folder that are no objects.
@@ -328,7 +328,7 @@ class Site:
         Such a site trains alone, and its loss shows nothing of it.
         """
         found = self.metrics
-        if missed >= self._alarm and found.contributions:
+        if missed >= self._alarm:
             self._alarm = 2 * missed
             text = (
                 "None of the last %d rounds counted this site, %r: it trains alone. "

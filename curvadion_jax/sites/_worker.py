@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
     number: int  # of the open round
     contributors: int  # to the round before
-    missed: int  # rounds since the start that did not count this site
+    missed: int  # rounds that did not count what this site had for them
     missed_in_a_row: int  # the last of them
     # Of what was submitted: "" if it counted, "late", or why not. None if undecided.
     outcome: str | None
@@ -91,6 +91,7 @@ class Worker(threading.Thread):
         """
         with self._changed:
             self._submitted = arrays, self._taken[1], tokens
+            self.follower.has_uncounted = True
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:

@@ -59,20 +59,45 @@ def test_rounds_that_did_not_count_a_site_are_counted_and_warned_of(alone, caplo
     assert messages(caplog) == []
 
 
-def test_a_site_that_has_not_contributed_yet_is_not_warned(monkeypatch, caplog):
-    """Its first steps may take a while, of which its compiler needs most."""
-    monkeypatch.setattr(_worker.Worker, "start", lambda _: None)
-    memory = MemoryStore()
-    rome = ByHand(memory, "rome")
-    with sites.Site(memory, "oslo", every=2, max_lag=99, grace=0) as site:
-        params = site.start(PARAMS)
-        for _ in range(9):
-            rome.step(1.0)
+def nine_rounds(site, rome):
+    """Rome commits them, and oslo hears of all at once."""
+    for _ in range(9):
+        rome.step(1.0)
+    while site._worker.follower.advance():
+        pass
+
+
+@pytest.mark.parametrize("has_counted", [False, True])
+def test_rounds_for_which_a_site_had_nothing_are_not_missed(alone, caplog, has_counted):
+    """Its first steps, or an evaluation, may take longer than others need for rounds.
+
+    Those after it are, from the first.
+    """
+    site, params, rome = alone
+    if has_counted:
+        params = site.sync(stepped(params))
+        site._worker._turn()
+    nine_rounds(site, rome)
+    params = site.sync(stepped(params))  # takes them, and gives a contribution
+    assert (site.metrics.counted, site.metrics.missed) == (int(has_counted), 0)
+    for number in range(1, 5):
+        assert messages(caplog) == []
+        rome.step(1.0)
         while site._worker.follower.advance():
             pass
-        site.sync(stepped(params))
-        assert site.metrics.missed == 9
-    assert messages(caplog) == []
+        params = site.sync(stepped(params))
+        assert site.metrics.missed == number
+    assert "None of the last 4 rounds counted this site" in messages(caplog)[0]
+
+
+def test_rounds_that_pass_while_a_site_cannot_send_are_missed(alone, caplog):
+    """Its first contribution is given, and the store is out of its reach."""
+    site, params, rome = alone
+    params = site.sync(stepped(params))
+    nine_rounds(site, rome)
+    site.sync(stepped(params))
+    assert site.metrics.missed == 9
+    assert ["None of the last 9" in x for x in messages(caplog)] == [True]
 
 
 def test_a_site_with_no_sync_that_counted_leaves_with_an_error(alone, caplog):
