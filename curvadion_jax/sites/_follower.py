@@ -330,6 +330,8 @@ class Follower:
         key = _run.contribution_key(self.number, name)
         try:
             found = self.store.look(key, self.model.message)
+            if found is None and name == self.name and self._is_left_behind(key):
+                raise InvalidError(f"{key} was left by a killed site without its body.")
         except InvalidError as error:
             return Received(name, {}, [], why=str(error)), False
         if found is None:
@@ -347,6 +349,17 @@ class Follower:
         elif not self._has_room(arrays):
             arrays = []
         return Received(name, header, arrays, norm, why), True
+
+    def _is_left_behind(self, key: str) -> bool:
+        """Whether a contribution under this site's name is not its own.
+
+        A body is written before its header, so the store has lost it. Only who wrote it
+        could write it again: the header, which others may have judged already, cannot
+        be replaced. A round with a contribution that cannot count is decided without
+        it, and this site's own goes to the next.
+        """
+        own, header = self.contribution, self.store.header(key)
+        return header is not None and own is not None and header.get("uid") != own.uid
 
     def _has_room(self, arrays: Arrays) -> bool:
         """Whether a message can be kept until the commit, or is read again then."""

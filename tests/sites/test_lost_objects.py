@@ -281,3 +281,94 @@ def test_a_round_that_is_removed_is_decided_again(later):
         settle(*again, by=[by, by, by])
     assert again[0].moved() == 1.0 + 3.0 + 4.0 + 5.0
     assert ByHand(store, "d", quorum=3).digest == again[0].digest
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_kill_between_a_body_and_its_header_leaves_nothing_that_counts(
+    monkeypatch, later
+):
+    """The site that starts again contributes its own."""
+    a, b, killed = named("abc", quorum=3)
+    settle(a, b, killed, by=[1.0, 1.0, 1.0])
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(killed.store, "create", die)
+        with pytest.raises(KeyboardInterrupt):
+            killed.send(900.0)
+    assert len(a.store.keys("bodies/rounds/00000001/c")) == 1
+    c = ByHand(a.store._store, "c", quorum=3)
+    for site in (a, b):
+        site.send(2.0)
+    if later:
+        assert not a.follower.propose()
+    c.send(5.0)
+    settle(a, b, c)
+    assert a.moved() == 1.0 + 3.0
+    assert c.outcomes == [""]
+
+
+def test_a_killed_site_s_contribution_without_a_body_costs_its_round_alone():
+    """Nobody else can write its body, or replace its header."""
+    a, b, killed = named("abc", quorum=3)
+    settle(a, b, killed, by=[1.0, 1.0, 1.0])
+    killed.send(900.0)
+    key = _run.contribution_key(1, "c")
+    header = a.store.header(key)
+    lose(a, f"bodies/{key}")
+    c = ByHand(a.store._store, "c", quorum=3)
+    for site, by in zip((a, b, c), (2.0, 2.0, 5.0), strict=True):
+        site.send(by)
+    for site in (a, b):
+        assert not site.follower.propose()  # it might be written again
+    settle(c, a, b)
+    (rejected,) = c.commit_of(1)["rejected"]
+    assert (rejected["name"], "without its body" in rejected["why"]) == ("c", True)
+    assert c.commit_of(1)["contributors"] == []
+    assert a.store.header(key) == header
+    settle(a, b, c, by=[2.0, 2.0, 5.0])
+    assert a.moved() == 1.0 + 3.0
+    assert [a.outcomes, b.outcomes] == [["", "late", ""]] * 2
+    assert c.outcomes == ["late", ""]
+
+
+@pytest.mark.parametrize("first", ["who has read it", "who started again"])
+def test_a_round_that_others_have_judged_before_its_body_was_lost(clock, first):
+    """One commit is written, and all take its step."""
+    a, b, killed = named("abc", quorum=3)
+    settle(a, b, killed, by=[1.0, 1.0, 1.0])
+    for site in (a, b, killed):
+        site.send(4.0)
+    a.follower._receive_listed(a.follower._members())  # all three
+    lose(a, f"bodies/{_run.contribution_key(1, 'c')}")
+    c = ByHand(a.store._store, "c", quorum=3)
+    c.send(5.0)
+    counts = first == "who has read it"
+    for site in (a, c) if counts else (c, a):
+        assert site.follower.propose()
+    names = [x["name"] for x in a.commit_of(1)["contributors"]]
+    assert names == (["a", "b", "c"] if counts else [])
+    a.follow()
+    if counts:
+        for site in (b, c):
+            with pytest.raises(_store.StoreError, match="no later snapshot can be"):
+                site.follow()
+        a.send(1.0)  # which confirms a snapshot
+        _run.write_snapshot(a.store, a.follower.outer, a.follower._roster, 2)
+    for site in (b, c):
+        site.follow()
+    assert len({site.digest for site in (a, b, c)}) == 1
+    assert a.moved() == (5.0 if counts else 1.0)
+    assert c.outcomes == ["late"]
+
+
+def test_a_site_alone_is_not_stopped_by_what_it_left_without_a_body():
+    killed = ByHand(MemoryStore(), "a")
+    killed.send(900.0)
+    lose(killed, "bodies/rounds/00000000/a")
+    a = ByHand(killed.store._store, "a")
+    a.step(2.0)
+    a.step(2.0)
+    assert (a.outcomes, a.moved()) == (["late", ""], 2.0)
