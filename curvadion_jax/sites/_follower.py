@@ -1,5 +1,6 @@
 """One site's copy of a run: it takes outer steps, and contributes to the open round."""
 
+import functools
 import math
 import threading
 import time
@@ -142,9 +143,13 @@ class Follower:
         self, contributors: list[dict[str, Any]]
     ) -> Iterator[tuple[Arrays, float]]:
         """The messages that count, one after the other, with their weights."""
+        # One that was gone comes first. Without it nobody needs the others again.
+        if self._gone is not None and self._read(self._gone, self.store.look) is None:
+            raise _GoneError(_run.contribution_key(self.number, self._gone["name"]))
         for entry in contributors:
             message = self._message(entry)
             if message is None:
+                self._gone = entry
                 raise _GoneError(_run.contribution_key(self.number, entry["name"]))
             yield message, entry["weight"]
 
@@ -289,7 +294,9 @@ class Follower:
         self._received: dict[str, Received] = {}
         self._not_found: set[str] = set()  # listed, and not there after all attempts
         self._complete = math.inf  # when the quorum was there
-        # If it cannot be read: contributions in the store, and when they last changed.
+        # If it is committed and cannot be taken: what was gone at the last look,
+        # contributions in the store, and when they last changed.
+        self._gone: dict[str, Any] | None = None
         self._there: list[str] | None = None
         self._news = self._looked = 0.0
 
@@ -376,10 +383,14 @@ class Follower:
         known = self._received.get(name)
         if known and known.arrays and known.header["sha256"] == sha256:
             return known.arrays
-        key = _run.contribution_key(self.number, name)
+        return self._read(entry, functools.partial(self.store.read, exists=True))
+
+    def _read(self, entry: dict[str, Any], read: Any) -> Arrays | None:
+        """A message as the store has it; None if that is not what has counted."""
+        key = _run.contribution_key(self.number, entry["name"])
         with suppress(InvalidError):
-            found = self.store.read(key, self.model.message, exists=True)
-            if found and found[0]["sha256"] == sha256:
+            found = read(key, self.model.message)
+            if found and found[0]["sha256"] == entry["sha256"]:
                 return found[1]
         return None
 

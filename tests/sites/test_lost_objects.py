@@ -372,3 +372,51 @@ def test_a_site_alone_is_not_stopped_by_what_it_left_without_a_body():
     a.step(2.0)
     a.step(2.0)
     assert (a.outcomes, a.moved()) == (["late", ""], 2.0)
+
+
+class Counting:
+    """A store that notes the keys that are read, and counts the bytes of bodies."""
+
+    def __init__(self, store):
+        self._store, self.read, self.size = store, [], 0
+        self.list, self.put, self.delete = store.list, store.put, store.delete
+
+    def get(self, key):
+        self.read.append(key)
+        found = self._store.get(key)
+        self.size += found.meta["size"] if key.startswith("bodies/") else 0
+        return found
+
+
+@pytest.mark.parametrize("lost", ["rounds/00000001/e", "bodies/rounds/00000001/e"])
+def test_a_site_that_waits_for_a_lost_contribution_reads_the_others_once(lost):
+    """And the lost one once per look. Once it is back, the round is taken."""
+    memory = MemoryStore()
+    counting = Counting(memory)
+    others = [ByHand(memory, name, quorum=5) for name in "bcde"]
+    a = ByHand(counting, "a", quorum=5)
+    settle(*others, a, by=[1.0] * 5)
+    for site in (*others, a):
+        site.send(2.0)
+    others[0].commit()
+    keys = [key for key in a.store.keys("") if key.startswith(lost)]
+    gone = {key: bytes(memory.get(key).bytes()) for key in keys}
+    lose(a, lost)
+    message = sum(x.size * x.dtype.itemsize for x in a.follower.model.message)
+    headers = [_run.commit_key(1), _run.contribution_key(1, "e")]
+    for look in range(4):
+        counting.read, counting.size = [], 0
+        with pytest.raises(_store.StoreError, match="no later snapshot can be used"):
+            a.follow()
+        assert counting.size == (3 * message if look == 0 else 0)
+        bodies = [key for key in counting.read if key.startswith("bodies/")]
+        if look:
+            assert [key for key in counting.read if key not in bodies] == headers
+            assert len(bodies) == lost.startswith("bodies/")
+    for key, data in gone.items():
+        memory.put(key, data)
+    counting.size = 0
+    a.follow()
+    assert counting.size == (1 + 4) * message  # to see that it is there, and the step
+    assert a.digest == others[0].digest
+    assert a.outcomes == ["", ""]
