@@ -38,8 +38,6 @@ __all__ = [
     "requests",
 ]
 
-# The share of bytes of `local_muon` and `curvadion` unless told otherwise.
-DEFAULT_BUDGET = 0.01
 # Where a budget's threshold of RMMC begins: the authors'.
 FIRST_THRESHOLD = 0.1
 # Not infinity, which `jax_debug_infs` would stop at.

@@ -36,7 +36,10 @@ SYNCHRONOUS = {
     rows.DION + ", rank 1/4": "Dion, rank 1/4",
     rows.ADAMW: "AdamW",
 }
+# The default of `local_muon`, whose momentum rises there.
+THREE_PERCENT = f"{curve.LOCAL_MUON}, 3.0% of the bytes, {curve.RISING}"
 LOCAL = {
+    THREE_PERCENT: "**`local_muon(budget=0.03)`**, rising momentum",
     rows.LOCAL_MUON: "**`local_muon(budget=0.01)`**",
     rows.MULOCO + ", 2 bits": "MuLoCo, 2 bits",
     rows.CURVADION: "`curvadion`, budget 0.01",
@@ -46,7 +49,7 @@ LOCAL = {
     rows.DILOCO: "DiLoCo: float32, every 30 steps",
 }
 FEW = (rows.BEST_MUON, rows.TWO_BITS, rows.ADAMW)
-FEW += (rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
+FEW += (THREE_PERCENT, rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
 
 
 def percent(share: float) -> str:
@@ -62,11 +65,13 @@ def signed(gaps: list[float]) -> str:
 
 
 def study_lines(names: Mapping[str, str]) -> Iterator[list[str]]:
-    """A line for each method of the study after all steps."""
+    """A line for each method of the study or its curve after all steps."""
     results = study.read()
+    points = curve_table.points(curve.read(), study.STEPS)
+    of_curve = {of.form.method(of.setting): of.rows for of in points}
     best = table.by_seed(results, rows.BEST_MUON, study.STEPS)
     for method, name in names.items():
-        runs = table.by_seed(results, method, study.STEPS)
+        runs = of_curve.get(method) or table.by_seed(results, method, study.STEPS)
         share = statistics.fmean(
             table.share_of_bytes(run, study.STEPS) for run in runs.values()
         )

@@ -17,6 +17,9 @@ from curvadion_jax.synchronizers import Synchronizer
 from curvadion_jax.synchronizers._reconcile import reconcile_in_few_bits
 from curvadion_jax.triggers import Trigger
 
+# Above 3% of the bytes more of them gain little: benchmarks/study/results/curve.md.
+_BUDGET = 0.03
+
 
 def local_muon(
     learning_rate: optax.ScalarOrSchedule,
@@ -63,24 +66,25 @@ def local_muon(
     instead of a period; `presets.muloco` has the authors' values. It is the
     recommended method. For syncs triggered by the momentum see :func:`curvadion`.
 
-    Syncs by budget, in a model of large matrices:
+    Syncs by budget, in a model of large matrices, and how many steps were worth one of
+    synchronous Muon's in the only model that was studied (0.85 million parameters, 8
+    replicas, 2,048 tokens each, ``benchmarks/study/results/curve.md``):
 
-    ======  ============
-    budget  a sync every
-    ======  ============
-    0.07    step
-    0.03    2.3 steps
-    0.01    7 steps
-    0.003   23 steps
-    ======  ============
+    ======  ============  =============
+    budget  a sync every  steps for one
+    ======  ============  =============
+    0.07    step          1.2
+    0.03    2.3 steps     1.2
+    0.01    7 steps       1.8
+    0.003   23 steps      2.5
+    ======  ============  =============
 
     Args:
       learning_rate: of Muon, for the matrices; a number, or a schedule of steps. Start
         at 0.02.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. None means 0.01, a sync about every 7 steps; from about 0.07 on
-        every step has a sync, and what is left of a larger budget is not used. Not
-        with `trigger`.
+        on every step. None means 0.03. From about 0.07 on every step has a sync, and
+        what is left of a larger budget is not used. Cannot be combined with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
@@ -163,7 +167,7 @@ def local_muon(
     if budget is not None:
         _arguments.check_budget(budget)
     if trigger is None:
-        trigger = triggers.evenly(triggers.DEFAULT_BUDGET if budget is None else budget)
+        trigger = triggers.evenly(_BUDGET if budget is None else budget)
 
     def matrices(numbers):
         return muon(

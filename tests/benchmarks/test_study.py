@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import functools
 import json
+import re
 
 import corpus as corpus_files
 import curve
@@ -239,6 +240,17 @@ def test_the_pages_of_the_curve_are_those_of_its_rows():
     assert curve_table.document(results) == page
     steps = json.loads(curve_table.STEPS_FILE.read_text("utf-8"))
     assert steps == curve_table.steps_by_budget(results)
+
+
+def test_the_table_of_local_muons_docstring_is_that_of_the_rows():
+    lines = re.findall(r"^ +(0\.\d+) .* (\d\.\d)$", cd.local_muon.__doc__, re.MULTILINE)
+    needed = {
+        row["budget"]: f"{row['steps']:.1f}"
+        for row in json.loads(curve_table.STEPS_FILE.read_text("utf-8"))
+        if row["method"] == curve.LOCAL_MUON
+    }
+    assert len(lines) == 4
+    assert lines == [(budget, needed[float(budget)]) for budget, _ in lines]
 
 
 @pytest.mark.parametrize("page", readme_numbers.PAGES)
