@@ -206,6 +206,13 @@ def print_numbers() -> None:
         for steps in (study.QUARTER, study.STEPS):
             gaps = table.above(runs(name + rows.RISING, steps), runs(name, steps))
             print(f"  {name}, {steps} steps:", spread(gaps))
+    by_budget = {
+        of.form.budget: table.above(of.rows, best)
+        for of in curve_table.points(curve.read(), study.STEPS)
+        if of.form.name == curve.LOCAL_MUON
+    }
+    more = [x - y for x, y in zip(by_budget[0.03], by_budget[0.07], strict=True)]
+    print("local_muon at 3% above the same at 7%, in points:", spread(more))
     print("percent above the best Muon:")
     for name in rows.METHODS:
         if gaps := table.above(runs(name), best):
