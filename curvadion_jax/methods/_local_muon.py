@@ -63,12 +63,12 @@ def local_muon(
       a &\leftarrow a - (d + 0.4\, v), \qquad \theta_i \leftarrow a
 
     This is MuLoCo in 2 bits, with other constants in the outer step, and a byte budget
-    instead of a period; `presets.muloco` has the authors' values. It is the
+    instead of a period; `presets.muloco` has the authors' outer step. It is the
     recommended method. For syncs triggered by the momentum see :func:`curvadion`.
 
     Syncs by budget, in a model of large matrices, and how many steps were worth one of
     synchronous Muon's in the only model that was studied (0.85 million parameters, 8
-    replicas, 2,048 tokens each, ``benchmarks/study/results/curve.md``):
+    replicas, 2,048 tokens each, tuned, ``benchmarks/study/results/curve.md``):
 
     ======  ============  =============
     budget  a sync every  steps for one
@@ -83,12 +83,14 @@ def local_muon(
       learning_rate: of Muon, for the matrices; a number, or a schedule of steps. Start
         at 0.02.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
-        on every step. None means 0.03. From about 0.07 on every step has a sync, and
-        what is left of a larger budget is not used. Cannot be combined with `trigger`.
+        on every step. None means 0.03; take less where steps wait for the link. From
+        about 0.07 on every step has a sync, and what is left of a larger budget is not
+        used. Cannot be combined with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
-        schedule. For short runs, try ``optax.linear_schedule(0.8, 0.95, steps)``.
+        schedule. Try ``optax.linear_schedule(0.8, 0.95, steps)``, as in the table's
+        rows of 0.01 to 0.07.
       weight_decay: decoupled, of matrices only, times the learning rate.
       weight_decay_mask: which of the matrices decay: a tree of bools like the
         parameters, or a prefix of one, or a function of the parameters that returns
