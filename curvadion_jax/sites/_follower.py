@@ -64,12 +64,12 @@ class Follower:
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
         self.decided: tuple[Contribution, str] | None = None
-        # Whether training has given something that no round has counted yet, rounds
-        # that were over meanwhile, and the last of them in a row.
+        # Whether training has given something that no round has counted or rejected
+        # yet, rounds that were over meanwhile, and the last of them in a row.
         self.has_uncounted = False
         self.missed = self.missed_in_a_row = 0
         # Guards what training gives and takes: `outer`, `number`, `contributors`,
-        # `decided`, and the rounds that were missed.
+        # `decided`, `has_uncounted`, and the rounds that were missed.
         self.changed = threading.Condition()
         self._roster: Roster = {}
         self._residual = model.zeros()
@@ -131,10 +131,12 @@ class Follower:
             self.outer, self._roster, self.number = outer, roster, after
             self.contributors = len(contributors)
             if self.name in {entry["name"] for entry in contributors}:
-                self.has_uncounted, self.missed_in_a_row = False, 0
+                self.missed_in_a_row = 0
             elif self.has_uncounted:
                 self.missed += after - number
                 self.missed_in_a_row += after - number
+            if decided is not None and decided[1] != "late":  # counted, or rejected
+                self.has_uncounted = False
             self._open_round()
             self.changed.notify_all()
         return True
@@ -143,9 +145,11 @@ class Follower:
         self, contributors: list[dict[str, Any]]
     ) -> Iterator[tuple[Arrays, float]]:
         """The messages that count, one after the other, with their weights."""
-        # One that was gone comes first. Without it nobody needs the others again.
-        if self._gone is not None and self._read(self._gone, self.store.look) is None:
-            raise _GoneError(_run.contribution_key(self.number, self._gone["name"]))
+        # One that was gone comes first. Without it nobody needs the others again. (A
+        # round that was decided again may do without it.)
+        gone = self._gone
+        if gone in contributors and self._read(gone, self.store.look) is None:
+            raise _GoneError(_run.contribution_key(self.number, gone["name"]))
         for entry in contributors:
             message = self._message(entry)
             if message is None:
@@ -292,7 +296,8 @@ class Follower:
 
     def _open_round(self) -> None:
         self._received: dict[str, Received] = {}
-        self._not_found: set[str] = set()  # listed, and not there after all attempts
+        # Listed, and not there or not readable after all attempts.
+        self._not_found: set[str] = set()
         self._complete = math.inf  # when the quorum was there
         # If it is committed and cannot be taken: what was gone at the last look,
         # contributions in the store, and when they last changed.
@@ -306,7 +311,9 @@ class Follower:
             name: _run.contribution_key(self.number, name) for name in members.newest
         }
         there = {*self.store.keys(_run.contribution_key(self.number, ""))}
-        if keys.get(self.name) not in there:  # lost since it was read back
+        own = self._received.get(self.name)
+        if keys.get(self.name) not in there or (own and not own.header):
+            # Lost since it was read back, or not readable, which may have changed.
             self._received.pop(self.name, None)
         listed = {name for name, key in keys.items() if key in there}
         self._receive(listed - self._received.keys())
@@ -327,7 +334,7 @@ class Follower:
                     pending.remove(name)
             if pending <= self._not_found:
                 break
-        self._not_found |= pending - self._received.keys()
+        self._not_found |= pending
 
     def _look(self, name: str) -> tuple[Received | None, bool]:
         """A contribution to the open round, None if it is not there; is that certain?
@@ -338,7 +345,10 @@ class Follower:
         try:
             found = self.store.look(key, self.model.message)
             if found is None and name == self.name and self._is_left_behind(key):
-                raise InvalidError(f"{key} was left by a killed site without its body.")
+                raise InvalidError(
+                    f"{key} is older than the last start of its site, and is there "
+                    "without a body that can be read."
+                )
         except InvalidError as error:
             return Received(name, {}, [], why=str(error)), False
         if found is None:

@@ -325,7 +325,7 @@ def test_a_killed_site_s_contribution_without_a_body_costs_its_round_alone():
         assert not site.follower.propose()  # it might be written again
     settle(c, a, b)
     (rejected,) = c.commit_of(1)["rejected"]
-    assert (rejected["name"], "without its body" in rejected["why"]) == ("c", True)
+    assert (rejected["name"], "without a body" in rejected["why"]) == ("c", True)
     assert c.commit_of(1)["contributors"] == []
     assert a.store.header(key) == header
     settle(a, b, c, by=[2.0, 2.0, 5.0])
@@ -364,6 +364,26 @@ def test_a_round_that_others_have_judged_before_its_body_was_lost(clock, first):
     assert c.outcomes == ["late"]
 
 
+def test_a_body_that_is_back_before_the_commit_counts():
+    """Though its site has found its predecessor's contribution without it."""
+    a, b, killed = named("abc", quorum=3)
+    settle(a, b, killed, by=[1.0, 1.0, 1.0])
+    killed.send(4.0)
+    (body,) = a.store.keys("bodies/rounds/00000001/c")
+    data = a.store._store.get(body).bytes()
+    a.store.delete([body])
+    c = ByHand(a.store._store, "c", quorum=3)
+    c.send(5.0)
+    assert not c.follower.propose()
+    assert "without a body" in c.follower._received["c"].why
+    a.store._store.put(body, bytes(data))
+    for site in (a, b):
+        site.send(2.5)
+    settle(c, a, b)
+    assert a.moved() == 1.0 + 3.0
+    assert [a.outcomes, b.outcomes, c.outcomes] == [["", ""], ["", ""], ["late"]]
+
+
 def test_a_site_alone_is_not_stopped_by_what_it_left_without_a_body():
     killed = ByHand(MemoryStore(), "a")
     killed.send(900.0)
@@ -372,6 +392,28 @@ def test_a_site_alone_is_not_stopped_by_what_it_left_without_a_body():
     a.step(2.0)
     a.step(2.0)
     assert (a.outcomes, a.moved()) == (["late", ""], 2.0)
+
+
+def test_a_round_decided_again_needs_nothing_that_it_leaves_out():
+    """A site that had waited for a lost contribution was not stopped meanwhile."""
+    a, b, c = named("abc", quorum=2)
+    settle(a, b, c, by=[1.0, 1.0, 1.0])
+    for site, by in zip((a, b, c), (2.0, 2.0, 4.0), strict=True):
+        site.send(by)
+    b.commit()
+    lose(a, "rounds/00000001/c")
+    lose(a, "bodies/rounds/00000001/c")
+    with pytest.raises(_store.StoreError, match="no later snapshot can be used"):
+        a.follow()
+    a.store.delete([_run.commit_key(1)])
+    b = ByHand(a.store._store, "b", quorum=2)
+    b.send(2.0)
+    b.commit()
+    assert [x["name"] for x in b.commit_of(1)["contributors"]] == ["a", "b"]
+    a.follow()
+    assert a.digest == b.digest
+    # Two of three sites that are expected bring theirs.
+    assert a.moved() == pytest.approx(1.0 + (2.0 + 2.0) / 3)
 
 
 class Counting:

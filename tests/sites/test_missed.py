@@ -2,6 +2,7 @@
 
 import logging
 
+import jax.numpy as jnp
 import pytest
 from gated_sites import stepped
 from obstore.store import MemoryStore
@@ -88,6 +89,33 @@ def test_rounds_for_which_a_site_had_nothing_are_not_missed(alone, caplog, has_c
         params = site.sync(stepped(params))
         assert site.metrics.missed == number
     assert "None of the last 4 rounds counted this site" in messages(caplog)[0]
+
+
+def test_rounds_after_a_rejected_contribution_are_not_missed(alone):
+    """Until the site has another one: nothing of it waits."""
+    site, params, rome = alone
+    site.sync({name: x * jnp.nan for name, x in params.items()})
+    site._worker._turn()
+    follower = site._worker.follower
+    assert "NaN" in follower.decided[1]
+    nine_rounds(site, rome)
+    assert (follower.number, follower.has_uncounted, follower.missed) == (9, False, 1)
+
+
+def test_rounds_that_count_a_predecessor_leave_what_waits(alone):
+    """The site was killed, and its contribution counts while the next one waits."""
+    site, params, rome = alone
+    killed = ByHand(rome.store._store, "oslo")
+    killed.send(4.0)
+    follower = site._worker.follower
+    site.sync(stepped(params))  # submitted, and not sent
+    rome.step(1.0)
+    assert [x["name"] for x in rome.commit_of(0)["contributors"]] == ["oslo", "rome"]
+    while follower.advance():
+        pass
+    assert (follower.has_uncounted, follower.missed) == (True, 0)
+    rome.step(1.0)
+    assert (follower.advance(), follower.missed) == (True, 1)
 
 
 def test_rounds_that_pass_while_a_site_cannot_send_are_missed(alone, caplog):
