@@ -66,18 +66,19 @@ def local_muon(
     instead of a period; `presets.muloco` has the authors' outer step. It is the
     recommended method. For syncs triggered by the momentum see :func:`curvadion`.
 
-    Syncs by budget, in a model of large matrices, and how many steps were worth one of
-    synchronous Muon's in the only model that was studied (0.85 million parameters, 8
-    replicas, 2,048 tokens each, tuned, ``benchmarks/study/results/curve.md``):
+    Syncs by budget, in a model of large matrices, and how many steps were worth one
+    step of synchronous Muon in the only model that was studied (0.85 million
+    parameters, 8 replicas, 2,048 tokens each, three seeds, one of 0.003; tuned;
+    ``benchmarks/study/results/curve.md``):
 
-    ======  ============  =============
-    budget  a sync every  steps for one
-    ======  ============  =============
+    ======  ============  ================
+    budget  a sync every  steps for Muon's
+    ======  ============  ================
     0.07    step          1.2
     0.03    2.3 steps     1.2
     0.01    7 steps       1.8
     0.003   23 steps      2.5
-    ======  ============  =============
+    ======  ============  ================
 
     Args:
       learning_rate: of Muon, for the matrices; a number, or a schedule of steps. Start

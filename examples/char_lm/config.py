@@ -43,7 +43,7 @@ class Config:
     )
     budget: float = _of(
         "share of synchronous training's bytes: local_muon, curvadion_budget",
-        default=0.01,
+        default=0.01,  # of both, to compare them
     )
     threshold: float = _of(
         "relative momentum change above which curvadion, paper and authors_code sync",

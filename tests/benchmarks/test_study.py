@@ -243,7 +243,7 @@ def test_the_pages_of_the_curve_are_those_of_its_rows():
 
 
 def test_the_table_of_local_muons_docstring_is_that_of_the_rows():
-    lines = re.findall(r"^ +(0\.\d+) .* (\d\.\d)$", cd.local_muon.__doc__, re.MULTILINE)
+    lines = re.findall(r"^ *(0\.\d+) .* (\d\.\d)$", cd.local_muon.__doc__, re.MULTILINE)
     needed = {
         row["budget"]: f"{row['steps']:.1f}"
         for row in json.loads(curve_table.STEPS_FILE.read_text("utf-8"))

@@ -143,6 +143,21 @@ def test_matrices_of_one_shape_are_iterated_on_together():
     assert products(two) == products(layers) > 0
 
 
+@pytest.mark.parametrize(
+    ("make", "budget"), [("local_muon", 0.03), ("curvadion", 0.01)]
+)
+def test_the_default_budget(make, budget):
+    """Its program is that of the number, and no other's."""
+    mesh = cd.replicas.simulated(2)
+    params = cd.replicas.replicate({"kernel": np.ones((8, 8))}, mesh)
+
+    def program(**options):
+        tx = getattr(cd, make)(0.1, mesh=mesh, **options)
+        return jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+
+    assert program() == program(budget=budget) != program(budget=0.02)
+
+
 def divided(specs, axis_type):
     """Gradients of stacks of layers on four devices, with these specs."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
