@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-log = logging.getLogger("curvadion_jax.sites")
+log = logging.getLogger(__package__)
 
 # Keys have these characters alone, which are the same in names of files.
 _KEY = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")

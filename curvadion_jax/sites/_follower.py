@@ -1,6 +1,7 @@
 """One site's copy of a run: it takes outer steps, and contributes to the open round."""
 
 import functools
+import logging
 import math
 import threading
 import time
@@ -14,9 +15,11 @@ from curvadion_jax.sites import _headers, _run
 from curvadion_jax.sites._arrays import Arrays
 from curvadion_jax.sites._heart import Heart
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._outer_step import Outer, log
+from curvadion_jax.sites._outer_step import Outer
 from curvadion_jax.sites._run import Received, Roster
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
+
+log = logging.getLogger(__package__)
 
 # Seconds for which a round may wait, or a store be away, before the log reports it.
 PATIENCE = 60.0

@@ -6,6 +6,7 @@ may decide differently.
 """
 
 import itertools
+import logging
 import math
 import re
 import statistics
@@ -18,8 +19,10 @@ from curvadion_jax.sites import _headers
 from curvadion_jax.sites._arrays import Arrays, to_host
 from curvadion_jax.sites._headers import NAME
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._outer_step import Outer, log
+from curvadion_jax.sites._outer_step import Outer
 from curvadion_jax.sites._store import InvalidError, Store, StoreError, attempts
+
+log = logging.getLogger(__package__)
 
 # After so many rounds without a contribution a site is not waited for, and its share
 # of the mean goes to the others.

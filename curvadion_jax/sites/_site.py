@@ -14,9 +14,10 @@ from curvadion_jax.sites import _arguments, _arrays, _processes
 from curvadion_jax.sites._arrays import to_host
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
-from curvadion_jax.sites._outer_step import log
 from curvadion_jax.sites._store import Store
 from curvadion_jax.sites._worker import Update, Worker, moved
+
+log = logging.getLogger(__package__)
 
 # Seconds that a process of a site waits at most before the next collective: some
 # runtimes take a longer wait in one collective for a hang.

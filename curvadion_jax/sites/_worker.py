@@ -4,6 +4,7 @@ It runs no part of a training step: it copies arrays from the devices, and compu
 the host's CPU.
 """
 
+import logging
 import threading
 import time
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from curvadion_jax.sites import _arrays, _run
 from curvadion_jax.sites._arrays import Arrays, cpu, to_host, wide
 from curvadion_jax.sites._follower import PATIENCE, Follower
 from curvadion_jax.sites._model import drift
-from curvadion_jax.sites._outer_step import log
 from curvadion_jax.sites._store import StoreError
+
+log = logging.getLogger(__package__)
 
 
 class Update(NamedTuple):
