@@ -1,7 +1,7 @@
 """Whether numbers are finite, and choices between trees by one bool.
 
-What is done about a NaN: `_sound_gradients` takes zeros for gradients that are not
-finite, `_step` excludes replicas whose state is not, and keeps updates finite.
+What is done about a NaN: `_adaptive_sync` takes zeros for gradients that are not finite
+and for such elements of updates, `_step` excludes replicas whose state is not finite.
 """
 
 from typing import Any

@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "once(part.someone, to_anchor",
-        "once(jnp.array(True), to_anchor",
+        "once(part.someone, synced",
+        "once(jnp.array(True), synced",
         WHO,
         "nobody",
     ),

@@ -3,7 +3,7 @@
 `_AdaptiveSync._update` has the order of a step, and says whether a sync fires; what is
 sent is the synchronizer's. Here stands what holds for every synchronizer: who takes
 part (`_group`), what an absent replica keeps, that nothing moves where nobody takes
-part, and that updates are finite.
+part, and what of an update was not finite (`_adaptive_sync` sets it to zero).
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     """One replica's step: its own, or what a sync made of it.
 
     Attributes:
-      updates: after a sync finite; what was not is zero.
+      updates: not always finite after a sync; `_update` sees to that.
       zeroed: bool[], whether a sync, or the step before it, was not finite.
       excluded, absent: bool[], whether this replica took no part in a sync.
       restarted: bool[], whether its inner state began again.
@@ -183,13 +183,13 @@ class Steps:
                 anchor=common.anchor,
                 sync_state=common.sync_state,
             )
-            to_anchor = functools.partial(
-                self._to_anchor, given.params, part=part, healthy=healthy
+            synced = functools.partial(
+                self._synced, given.params, part=part, healthy=healthy
             )
-            new = once(part.someone, to_anchor, old)
+            new = once(part.someone, synced, old)
             finite = own_finite & (_finite.all_finite(new.updates) | ~healthy)
             residual = _finite.or_zeros(part.someone | healthy, new.residual)
-            synced = _outcome(
+            outcome = _outcome(
                 new.updates,
                 inner_state,
                 residual,
@@ -203,7 +203,8 @@ class Steps:
                     anchor=_checksum.of(new.anchor),
                 ),
             )
-            return synced, common._replace(anchor=new.anchor, sync_state=new.sync_state)
+            common = common._replace(anchor=new.anchor, sync_state=new.sync_state)
+            return outcome, common
 
         # What syncs alone touch, residuals and what is common, may lie in host memory:
         # it goes to the device and back.
@@ -211,10 +212,10 @@ class Steps:
         synced = _rows.over(of_one, self.mesh)((given, outcome), common)
         return _memory.to_memory_of(synced, own)
 
-    def _to_anchor(
+    def _synced(
         self, params, old: "_AtSync", *, part: Part, healthy: jax.Array
     ) -> "_AtSync":
-        """One replica's way to the anchor, in place of its own updates.
+        """Calls the synchronizer: the new anchor, and this replica's way to it.
 
         This runs under a condition, whose operands stay in memory until it ends. So it
         takes what lies there anyway, and makes the rest in here: the parameters after
