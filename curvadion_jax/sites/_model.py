@@ -62,14 +62,13 @@ class Model:
         leaves, _ = jax.tree.flatten_with_path(params)
         self.names = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for _, x in leaves]
-        # Shapes of drifts and residuals.
-        self._wide = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in self.shapes]
+        self.outer_step = OuterStep(params, outer)
+        self._wide = self.outer_step.wide  # shapes of drifts and residuals too
         forms = {x: _Form(codec, x) for x in self._wide}
         self._forms = [forms[x] for x in self._wide]
         self.nbytes = sum(x.size * x.dtype.itemsize for x in self._wide)
         # Shapes of a contribution.
         self.message = [x for form in self._forms for x in form.message]
-        self.outer_step = OuterStep(params, outer)
 
     def compile(self) -> None:
         """Compiles what a round needs, so that no round waits for it."""

@@ -47,8 +47,9 @@ class OuterStep:
         leaves, self._structure = jax.tree.flatten(params)
         self._outer = outer
         self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        self._wide = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in leaves]
-        state = jax.tree.leaves(jax.eval_shape(self._initial, self._wide))
+        # Shapes of the anchor, and of what is subtracted from it.
+        self.wide = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in leaves]
+        state = jax.tree.leaves(jax.eval_shape(self._initial, self.wide))
         for x in state:
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 raise ValueError(
@@ -56,7 +57,7 @@ class OuterStep:
                     "key, which sites do not store. Give an outer optimizer without it."
                 )
         # Shapes of a snapshot: anchor and outer state.
-        self.snapshot = [*self._wide, *state]
+        self.snapshot = [*self.wide, *state]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -77,7 +78,7 @@ class OuterStep:
     def _two_steps(self, parts: Parts) -> str:
         line = np.linspace(-1, 1, 251)
         params = [np.resize(line, x.shape).astype(x.dtype) for x in self._shapes]
-        gradients = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self._wide]
+        gradients = [np.resize(line + 0.5, x.shape).astype(x.dtype) for x in self.wide]
         outer = self.initial(params)
         for _ in range(2):
             outer = self.take(outer, [-x for x in gradients], parts)
@@ -108,11 +109,11 @@ class OuterStep:
             found = self._step_of(dict(enumerate(gradients)), dict(enumerate(old)))
             return [found[place] for place in range(len(old))]
 
-        return _parts.parts(step, self._wide, self.snapshot)
+        return _parts.parts(step, self.wide, self.snapshot)
 
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
-        anchor = cast(params, self._wide)
+        anchor = cast(params, self.wide)
         with jax.default_device(cpu()):
             state = self._initial([jnp.asarray(x) for x in anchor])
         return self.from_snapshot([*anchor, *to_host(state)])
@@ -163,7 +164,7 @@ class OuterStep:
 
         As in `optax.masked`, where there is no array there is an empty node.
         """
-        count, none = len(self._wide), optax.MaskedNode()
+        count, none = len(self.wide), optax.MaskedNode()
         anchor = self._tree([old.get(x, none) for x in range(count)])
         updates = self._tree([gradients.get(x, none) for x in range(count)])
         state = jax.tree.structure(jax.eval_shape(self._outer.init, anchor))
