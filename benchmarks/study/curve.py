@@ -4,7 +4,7 @@
     python benchmarks/study/curve_table.py    # the tables, and what is missing
 
 `FORMS` are the points of the curve: methods of the library at a share of the bytes,
-each with two settings (a momentum, or an outer step) and a few learning rates. All of
+each with a few settings (momentum, outer step, bits) and learning rates. All of
 them train for 260 steps on a seed that is not reported. A point's best then trains
 1,040 steps on three seeds. A line for each run goes to `results/curve.jsonl`;
 what is there is not trained again, and what was stopped resumes: stop the command
