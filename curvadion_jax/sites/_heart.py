@@ -1,10 +1,11 @@
 """Signs of life, from which a site knows whom a round need not wait for.
 
 A site that trains sends nothing between its contributions, and neither does one that
-was killed. So every site renews its object in `members/` a few times in each `grace`,
-from a thread of its own, and looks at the others' objects. Clocks are not compared: a
-site is silent if its object is the same at several looks of this one. One that has
-joined again needs time for its first steps, and is silent until it has contributed.
+was killed. So from a thread of its own every site renews its object in `members/`,
+four times in each `grace` and at least every 10 seconds, and looks at the others'
+objects. Clocks are not compared: a site is silent if its object is the same at several
+looks of this one. One that has joined again needs time for its first steps, and is
+silent until it has contributed.
 """
 
 import threading
@@ -44,7 +45,7 @@ class Heart(threading.Thread):
                 self._joined_again.add(name)
 
     def is_silent(self, name: str) -> bool:
-        """Whether a site has given no sign of life for a whole `grace`."""
+        """Whether there was no sign of life of a site for `grace`, or 40 seconds."""
         _, looks = self._seen.get(name, (None, 0))
         return looks >= _LOOKS - 1 or name in self._joined_again
 
