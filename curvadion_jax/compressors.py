@@ -195,6 +195,9 @@ def residual_of(
 def exact() -> Compressor:
     """Sends everything, in at least float32.
 
+    Synchronizers without a compressor send as much through `Group.mean`, and take only
+    the number of bytes from here.
+
     Returns:
       The compressor. A mean costs an all-reduce of all arrays and leaves nothing
       unsent, so error feedback has nothing to add.
@@ -317,7 +320,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         decode_mean, first_own = decode, group.replica * len(lost)
         lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # for `_window`
 
-    def contribution(encoded, first_block):
+    def sent(encoded, first_block):
         """This replica's to the mean of these blocks, without what its own lost."""
         if lost is None:
             return decode(encoded)
@@ -325,7 +328,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         return decode(encoded) - own_lost
 
     means = [x for bucket in buckets for x in bucket.decode(encoded_mean, decode_mean)]
-    unsent = [x for bucket in buckets for x in bucket.subtract(encoded, contribution)]
+    unsent = [x for bucket in buckets for x in bucket.subtract(encoded, sent)]
     return Averaged(structure.unflatten(means), structure.unflatten(unsent))
 
 

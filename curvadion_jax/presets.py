@@ -426,8 +426,8 @@ def _muon(
     _arguments.check_numbers(weight_decay=weight_decay)
     _arguments.check_numbers(below=1, momentum=momentum)
     return _two_optimizers.optimizer(
-        lambda numbers: muon(
-            learning_rate, numbers, beta=momentum, weight_decay=weight_decay
+        lambda numbers_of: muon(
+            learning_rate, numbers_of, beta=momentum, weight_decay=weight_decay
         ),
         _adamw_for_the_rest.choose(
             None, learning_rate, adam_learning_rate, 1e-8, nesterov=True

@@ -50,13 +50,14 @@ _LARGEST_PERIOD = 2**15
 
 
 class Clock(NamedTuple):
-    """A step's numbers that are the same on all replicas; arrays, or Python numbers.
+    """A step's numbers that are the same on all replicas.
 
     Attributes:
-      steps: int32[], steps taken before this one.
-      syncs: int32[], sync steps among them.
-      since: int32[], local steps since the last sync, or since the start.
-      cost: float, bytes of a sync over those of a float32 gradient all-reduce.
+      steps: int32[], or a Python number: steps taken before this one.
+      syncs: the same, sync steps among them.
+      since: the same, local steps since the last sync, or since the start.
+      cost: a Python number: bytes of a sync over those of a float32 gradient
+        all-reduce.
     """
 
     steps: Any = 0

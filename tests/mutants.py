@@ -87,8 +87,8 @@ MUTANTS = {
     ),
     "the outer state moves without anybody": Mutant(
         STEP,
-        "once(part.someone, synced",
-        "once(jnp.array(True), synced",
+        "once(part.someone, sync",
+        "once(jnp.array(True), sync",
         WHO,
         "nobody",
     ),

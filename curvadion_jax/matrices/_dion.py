@@ -440,13 +440,13 @@ def dion(
         other_optimizer, learning_rate, adam_learning_rate, mu_dtype=mu_dtype
     )
 
-    def matrices(numbers):
+    def matrices(numbers_of):
         def scale(momentum):
             return scale_by_dion(
                 rank,
                 momentum,
                 mu_dtype,
-                dimension_numbers=numbers,
+                dimension_numbers=numbers_of,
                 error_feedback=error_feedback,
                 precision=precision,
             )

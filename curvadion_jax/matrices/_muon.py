@@ -1,6 +1,7 @@
 """`optax.contrib.muon`, for matrices that are sharded over several devices."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ _LARGEST_STACK = 2**23  # elements that are joined in one call, and copied for i
 
 def muon(
     learning_rate: optax.ScalarOrSchedule,
-    dimension_numbers: Any,
+    numbers_of: Callable[[Any], Any],
     *,
     beta: optax.ScalarOrSchedule = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
@@ -31,12 +32,12 @@ def muon(
 
     In a replica of several devices Optax gathers whole stacks in every Newton-Schulz
     iteration. Here every device gets whole matrices once, and iterates alone.
-    `dimension_numbers` is a function from a masked tree of the parameters to the
-    dimension numbers of its leaves.
+    `numbers_of` is a function from a masked tree of the parameters to the dimension
+    numbers of its leaves.
     """
     return optax.chain(
         _arguments.with_schedule(lambda beta: _nesterov(beta, mu_dtype), beta),
-        _orthogonalized(dimension_numbers, eps),
+        _orthogonalized(numbers_of, eps),
         _arguments.decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -68,7 +69,7 @@ def _nesterov(
 
 
 def _orthogonalized(
-    dimension_numbers: Any, eps: jax.typing.ArrayLike
+    numbers_of: Callable[[Any], Any], eps: jax.typing.ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
     """Orthogonalizes by Newton-Schulz iterations, and scales by width."""
 
@@ -76,7 +77,7 @@ def _orthogonalized(
         updates, state, params=None, *, layout=_layout.ONE_DEVICE, **extra_args
     ):
         del params, extra_args
-        views = _two_optimizers.matrices_only(updates, dimension_numbers)
+        views = _two_optimizers.matrices_only(updates, numbers_of)
 
         def scaled(stack):
             fan_in, fan_out = stack.shape[-2:]

@@ -189,13 +189,13 @@ def optimizer(
                 "mesh."
             )
 
-        def numbers(path, _):
+        def numbers_at(path, _):
             return (view := views[path]) and DimensionNumbers(*view.sides)
 
         label = lambda path, _: "other" if views[path] is None else "matrix"
         tx = optax.partition(
             {
-                "matrix": matrices(functools.partial(_trees.map_with_path, numbers)),
+                "matrix": matrices(functools.partial(_trees.map_with_path, numbers_at)),
                 "other": other,
             },
             functools.partial(_trees.map_with_path, label),

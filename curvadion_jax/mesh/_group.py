@@ -30,8 +30,9 @@ from curvadion_jax.mesh._layout import ONE_DEVICE, Layout
 class Group:
     """All replicas, as one of them sees them at a sync.
 
-    Methods work on arrays of one replica, and all but `own_keys` communicate. A mean is
-    over all N replicas: one that takes no part contributes zeros, and its residual.
+    Methods work on arrays of one replica. All but `own_keys` and `of_factors` send. A
+    mean is over all N replicas: one that takes no part contributes zeros, and its
+    residual.
 
     Attributes:
       axis_name: the replica axis; None is one replica, which sends nothing.

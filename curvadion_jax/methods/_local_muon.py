@@ -172,10 +172,10 @@ def local_muon(
     if trigger is None:
         trigger = triggers.evenly(_BUDGET if budget is None else budget)
 
-    def matrices(numbers):
+    def matrices(numbers_of):
         return muon(
             learning_rate,
-            numbers,
+            numbers_of,
             beta=momentum,
             eps=_adamw_for_the_rest.EPSILON,
             weight_decay=weight_decay,

@@ -289,9 +289,9 @@ class _AdaptiveSync:
             inner_state=rows.inner_state,
         )
         if self.reconciles:
-            own = steps.own(given, rows.residual, extra_args), common
-            reconcile = functools.partial(steps.reconcile, given)
-            outcome, common = _step.once(decision.fire, reconcile, own, _step.SYNC)
+            after_own = steps.own(given, rows.residual, extra_args), common
+            sync = functools.partial(steps.sync_after, given)
+            outcome, common = _step.once(decision.fire, sync, after_own, _step.SYNC)
         else:
             outcome, common = steps.with_mean_if(
                 decision.fire, given, rows.residual, common, extra_args

@@ -36,7 +36,8 @@ class Given(NamedTuple):
     Attributes:
       gradients: zeros where they are not finite, and after `before`.
       finite: bool[], whether the gradients were finite.
-      weight: float32[], how much this replica counts in a sync.
+      weight: float32[], how much this replica counts in a sync; 0 if it has no weight
+        on this step.
     """
 
     params: Any
@@ -64,7 +65,7 @@ class Outcome(NamedTuple):
     """One replica's step: its own, or what a sync made of it.
 
     Attributes:
-      updates: not always finite after a sync; `_update` sees to that.
+      updates: not always finite; `_update` sees to that.
       zeroed: bool[], whether a sync, or the step before it, was not finite.
       excluded, absent: bool[], whether this replica took no part in a sync.
       restarted: bool[], whether its inner state began again.
@@ -137,7 +138,7 @@ class Steps:
 
         return _rows.over(of_one, self.mesh)((given, residual), extra_args)[0]
 
-    def reconcile(
+    def sync_after(
         self, given: Given, own: tuple[Outcome, Common]
     ) -> tuple[Outcome, Common]:
         """A sync that follows the replicas' own steps.
@@ -183,10 +184,10 @@ class Steps:
                 anchor=common.anchor,
                 sync_state=common.sync_state,
             )
-            synced = functools.partial(
+            sync = functools.partial(
                 self._synced, given.params, part=part, healthy=healthy
             )
-            new = once(part.someone, synced, old)
+            new = once(part.someone, sync, old)
             finite = own_finite & (_finite.all_finite(new.updates) | ~healthy)
             residual = _finite.or_zeros(part.someone | healthy, new.residual)
             outcome = _outcome(
