@@ -134,18 +134,17 @@ class Form(NamedTuple):
             for rate in rates
         ]
 
-    def recipe(self, results: study.Results) -> Run | None:
-        """The best of those runs; None while one is missing."""
-        runs = self.tuning()
-        if any(run not in results for run in runs):
-            return None
-        return min(runs, key=lambda run: results[run]["loss"])
+    def tried_so_far(self, results: study.Results) -> list[Run]:
+        """Those of them that have ended, the best one first."""
+        there = [run for run in self.tuning() if run in results]
+        return sorted(there, key=lambda run: results[run]["loss"])
 
     def reported(self, results: study.Results) -> list[Run]:
-        """The runs of the curve, once the recipe is known."""
-        best = self.recipe(results)
-        if best is None:
+        """The runs of the curve, once the best setting is known."""
+        there = self.tried_so_far(results)
+        if len(there) < len(self.tuning()):
             return []
+        best = there[0]
         return [
             dataclasses.replace(best, seed=seed, steps=study.STEPS)
             for seed in study.SEEDS

@@ -44,41 +44,45 @@ class Point(NamedTuple):
     Attributes:
         form: Name and share of the bytes.
         setting, rate: Of the runs.
-        tuned: Whether they won against the other ones; else they are what there is.
+        best_of: Of how many tuning runs theirs is the best; 0 if it is not.
         rows: The runs' results by seed.
     """
 
     form: Form
     setting: str
     rate: float
-    tuned: bool
+    best_of: int
     rows: Mapping[int, Mapping[str, Any]]
 
 
 def point(form: Form, results: study.Results, steps: int) -> Point | None:
     """What there is of a form after so many steps; None if nothing is.
 
-    The tuned recipe, or while its tuning goes on the setting with most seeds.
+    The best of its tuning runs, or if that has no rows the setting with most seeds.
     """
-    best, found = form.recipe(results), []
+    tried, found = form.tried_so_far(results), []
+    best = (tried[0].method, tried[0].rate) if len(tried) > 1 else None
     for setting, _ in form.tried:
         for rate in sorted({run.rate for run in results}):
             runs = [
                 Run(form.method(setting), rate, seed, steps) for seed in study.SEEDS
             ]
             known = {run.seed: results[run] for run in runs if run in results}
-            tuned = best is not None and (best.method, best.rate) == (
-                form.method(setting),
-                rate,
-            )
+            best_of = len(tried) if best == (form.method(setting), rate) else 0
             if known:
-                found.append(Point(form, setting, rate, tuned, known))
+                found.append(Point(form, setting, rate, best_of, known))
     return max(found, key=_preference, default=None)
 
 
-def _preference(of: Point) -> tuple[bool, int, float]:
+def _preference(of: Point) -> tuple[int, int, float]:
     mean = statistics.fmean(row["loss"] for row in of.rows.values())
-    return of.tuned, len(of.rows), -mean
+    return of.best_of, len(of.rows), -mean
+
+
+def recipe(of: Point) -> str:
+    """Its setting and learning rate, and how they were chosen."""
+    chosen = f"best of {of.best_of}" if of.best_of else "not tuned"
+    return f"{of.setting}, {of.rate:g} ({chosen})"
 
 
 def points(results: study.Results, steps: int) -> list[Point]:
@@ -128,7 +132,7 @@ def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[lis
         long = steps == study.STEPS and not adamw
         yield [
             *(f"{of.form.name}, {of.form.budget:.1%}", f"{share:.2%}"),
-            f"{of.setting}, {of.rate:g}" + ", not tuned yet" * (not of.tuned),
+            recipe(of),
             spread(gaps),
             *[spread(steps_needed(of), 2, "")] * long,
         ]
@@ -167,10 +171,9 @@ def state_lines(results: study.Results) -> Iterator[list[str]]:
         tuned = sum(run in results for run in form.tuning())
         there = point(form, results, study.STEPS)
         seeds = len(there.rows) if there else 0
-        note = " (not tuned yet)" if there and not there.tuned else ""
         yield [
             *(form.name, f"{form.budget:.1%}", f"{tuned} of {len(form.tuning())}"),
-            f"{seeds} of {len(study.SEEDS)}{note}",
+            f"{seeds} of {len(study.SEEDS)}",
         ]
 
 

@@ -106,7 +106,8 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
             Run(form.method(setting), rate, seed, study.STEPS) for seed in study.SEEDS
         }
         assert reported <= results.keys()
-        assert curve_table.point(form, results, study.STEPS).tuned
+        point = curve_table.point(form, results, study.STEPS)
+        assert point.best_of == len(form.tuning())
     longer = [run for run in results if run.steps == study.STEPS]
     # Seed 0 of two forms was trained before the last settings of theirs were.
     assert len(longer) == len(curve.FORMS) * len(study.SEEDS) + 2
