@@ -26,7 +26,7 @@ import measuring
 from cost_model import Link, Method
 
 REPLICAS = 8
-BUDGETS = (0.1, 0.01, 0.001)
+BUDGETS = (0.1, 0.03, 0.01, 0.001)
 TOLERATED = 0.05
 
 
