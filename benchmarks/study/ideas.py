@@ -143,16 +143,22 @@ IDEAS["gradients in 2 bits", 0.07] = {
     "a momentum of 0.95": gradients_in_two_bits(lambda steps: 0.95),
 }
 ADAMW = "AdamW with local steps"
-for _budget in (0.07, 0.01):
+for _budget in (0.07, 0.01, 0.03, 0.003):
     IDEAS[ADAMW, _budget] = {
         "the plain mean, 2 bits": local_adamw(_budget),
         "4 bits, half as often": local_adamw(_budget, bits=4),
+    }
+for _budget in (0.07, 0.01):
+    IDEAS[ADAMW, _budget] |= {
         "8 bits, a quarter as often": local_adamw(_budget, bits=8),
         **{
             f"outer step {rate}, {momentum}": local_adamw(_budget, (rate, momentum))
             for rate, momentum in ((1.0, 0.2), (1.0, 0.4))
         },
     }
+IDEAS[ADAMW, 0.07]["4 bits, half as often, outer step 1.0, 0.2"] = local_adamw(
+    0.07, (1.0, 0.2), bits=4
+)
 
 
 def name(method: str, budget: float, idea: str) -> str:
