@@ -100,18 +100,18 @@ class Bucket:
         return self._split(table)
 
     def subtract(
-        self, encoded: jax.Array, decode: Callable[[jax.Array, Any], jax.Array]
+        self, encoded: jax.Array, sent: Callable[[jax.Array, Any], jax.Array]
     ) -> list[jax.Array]:
-        """Subtracts what is encoded, and sets to zero what would not be finite.
+        """Subtracts what was sent, and sets to zero what would not be finite.
 
-        The function is also given the number of the first block that it decodes.
+        `sent` is given encoded blocks and the number of the first of them.
         """
 
         def subtract_piece(index, table, rows):
             first_row = index * self.piece_rows
             piece = _take(table, first_row, rows)
             blocks, first_block = self._blocks_of(encoded, first_row, rows)
-            new = piece - _reshaped_like(decode(blocks, first_block), piece)
+            new = piece - _reshaped_like(sent(blocks, first_block), piece)
             return jax.lax.dynamic_update_slice_in_dim(
                 table, _finite.finite_elements(new), first_row, 0
             )

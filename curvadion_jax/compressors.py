@@ -307,7 +307,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
     if group.size == 2:
         # Each sends its blocks to the other one, and nothing is rounded twice.
         # [blocks, 2 bytes]: the codes of one and of the other.
-        encoded_mean = jnp.concatenate(group.all_gather(encoded), axis=-1)
+        received = jnp.concatenate(group.all_gather(encoded), axis=-1)
 
         def decode_mean(encoded: jax.Array) -> jax.Array:
             one, other = jnp.split(encoded, 2, axis=-1)
@@ -316,7 +316,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         lost, first_own = None, 0
     else:
         most = max(1, *(bucket.most_blocks for bucket in buckets))
-        encoded_mean, lost = _average_in_parts(encoded, group, encode, decode, most)
+        received, lost = _average_in_parts(encoded, group, encode, decode, most)
         decode_mean, first_own = decode, group.replica * len(lost)
         lost = jnp.pad(lost, [(0, max(0, most - len(lost))), (0, 0)])  # for `_window`
 
@@ -327,7 +327,7 @@ def _average(tree: Any, group: Group, *, bits: int, block: int) -> Averaged:
         own_lost = _window(lost, first_block - first_own, len(encoded))
         return decode(encoded) - own_lost
 
-    means = [x for bucket in buckets for x in bucket.decode(encoded_mean, decode_mean)]
+    means = [x for bucket in buckets for x in bucket.decode(received, decode_mean)]
     unsent = [x for bucket in buckets for x in bucket.subtract(encoded, sent)]
     return Averaged(structure.unflatten(means), structure.unflatten(unsent))
 

@@ -157,7 +157,7 @@ class Part(NamedTuple):
 def take_part(group: Group, weight: jax.Array, able: jax.Array) -> Part:
     """Finds out who takes part in a sync, by gathering one number of each replica.
 
-    `able` says whether what this replica would send is finite.
+    `able` says whether this replica is finite, as far as a sync needs it.
     """
     own = jnp.where(able, weight, -1)  # -1 is excluded
     weights = group.all_gather(own)

@@ -1,8 +1,8 @@
 """Makes one optimizer of rows from an inner optimizer, a trigger and a synchronizer.
 
-`update` is the algorithm: the trigger looks at every replica, one number decides, every
-replica takes its own step, which a sync follows or replaces (`_step`), and what
-happened is counted.
+`_AdaptiveSync._update` is the algorithm: the trigger looks at every replica, one number
+decides, every replica takes its own step, which a sync follows or replaces (`_step`),
+and what happened is counted.
 """
 
 from __future__ import annotations
@@ -435,9 +435,9 @@ class _AdaptiveSync:
 
         Returns them, whether they were finite, and the new state of `before`.
         """
-        # The checksum's part is always true, and XLA cannot tell: so new parameters,
-        # which depend on it, overwrite the old ones after their checksum. Else a CPU
-        # copies all.
+        # The second condition is always true, and XLA cannot tell. So the gradients
+        # depend on the checksum of the old parameters, and through them the new
+        # parameters, which may then take the old ones' place. Else a CPU copies all.
         finite = _finite.norms_finite(gradients) & ((checksum | 1) != 0)
         gradients = _finite.or_zeros(finite, gradients)
         if self.before is None:

@@ -139,7 +139,7 @@ class Steps:
         return _rows.over(of_one, self.mesh)((given, residual), extra_args)[0]
 
     def sync_after(
-        self, given: Given, own: tuple[Outcome, Common]
+        self, given: Given, after_own: tuple[Outcome, Common]
     ) -> tuple[Outcome, Common]:
         """A sync that follows the replicas' own steps.
 
@@ -173,7 +173,7 @@ class Steps:
             )
             own_finite = _finite.all_finite(outcome.updates)
             # The step ends here: else the compiler finishes the inner state after the
-            # sync, and keeps the gradients until then. (Memory alone would show it.)
+            # sync, and keeps the gradients until then. (Only memory shows it.)
             updates, inner_state, own_finite, moved_checksum = lax.optimization_barrier(
                 (outcome.updates, inner_state, own_finite, _checksum.of(moved))
             )
@@ -209,9 +209,9 @@ class Steps:
 
         # What syncs alone touch, residuals and what is common, may lie in host memory:
         # it goes to the device and back.
-        outcome, common = _memory.to_device(own)
+        outcome, common = _memory.to_device(after_own)
         synced = _rows.over(of_one, self.mesh)((given, outcome), common)
-        return _memory.to_memory_of(synced, own)
+        return _memory.to_memory_of(synced, after_own)
 
     def _synced(
         self, params, old: "_AtSync", *, part: Part, healthy: jax.Array

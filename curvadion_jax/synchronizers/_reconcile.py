@@ -59,9 +59,9 @@ def reconcile(
     def sync(moved, anchor, state, residual, part: Part):
         # 1. The mean drift. A replica sends its drift times its weight, and what it has
         # not sent before, which was multiplied then.
-        of_present = lambda x: x * jnp.asarray(part.share_present, x.dtype)
+        times_share = lambda x: x * jnp.asarray(part.share_present, x.dtype)
         drift = _dtypes.difference(moved, anchor)
-        contribution = jax.tree.map(of_present, part.weighted(drift))
+        contribution = jax.tree.map(times_share, part.weighted(drift))
         if compressor is None:
             mean, new_residual = part.group.mean(contribution), ()
         else:
