@@ -2,6 +2,7 @@
 
     python benchmarks/sites/size.py --parameters 1e8
     python benchmarks/sites/size.py --parameters 1e8 --store s3
+    python benchmarks/sites/size.py --parameters 1e8 --outer mean
 
 One site contributes two rounds and takes their outer steps, step by step, without a
 training loop. The first round compiles; the second is measured. Memory is the most that
@@ -23,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from obstore.store import from_url
@@ -31,6 +33,12 @@ from curvadion_jax import compressors
 from curvadion_jax.sites._follower import Follower
 from curvadion_jax.sites._model import Model
 from curvadion_jax.sites._store import Store
+
+OUTER: dict[str, optax.GradientTransformation] = {
+    "nesterov": optax.sgd(1.0, momentum=0.4, nesterov=True),
+    "nesterov-bfloat16": optax.sgd(1.0, 0.4, True, accumulator_dtype=jnp.bfloat16),
+    "mean": optax.scale(-1),  # what `outer=None` is: it has no state
+}
 
 
 def parameters(count: float) -> dict[str, np.ndarray]:
@@ -138,14 +146,13 @@ def server() -> tuple[subprocess.Popen, Any]:
     return process, from_url("s3://bucket/run", client_options=patient)
 
 
-def measure(url: Any, count: float, bits: int) -> dict[str, Any]:
+def measure(url: Any, count: float, bits: int, outer: str) -> dict[str, Any]:
     params = parameters(count)
     size = sum(x.size for x in params.values())
     form = compressors.exact() if bits == 32 else compressors.quantize(bits)
-    outer = optax.sgd(1.0, momentum=0.4, nesterov=True)
     measured = Measured(size, resident())
     leaves = [params[name] for name in sorted(params)]
-    model = Model(params, outer, form.codec)
+    model = Model(params, OUTER[outer], form.codec)
     follower = Follower(Store(url), model, "site", 1, 0.0)
     measured.part("fingerprint", lambda: model.outer_step.fingerprint)
     measured.part("start", lambda: follower.start(leaves))
@@ -161,6 +168,7 @@ def measure(url: Any, count: float, bits: int) -> dict[str, Any]:
     return {
         "parameters": size,
         "bits": bits,
+        "outer": outer,
         "message bytes per parameter": round(
             sum(x.size * x.dtype.itemsize for x in model.message) / size, 2
         ),
@@ -173,6 +181,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1e8)
     parser.add_argument("--bits", type=int, default=2, choices=[1, 2, 4, 8, 32])
     parser.add_argument("--store", choices=["folder", "s3"], default="folder")
+    parser.add_argument("--outer", choices=OUTER, default="nesterov")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         process = None
@@ -181,7 +190,7 @@ def main() -> None:
         else:
             url = folder
         try:
-            found = measure(url, flags.parameters, flags.bits)
+            found = measure(url, flags.parameters, flags.bits, flags.outer)
             found["file system"] = disk(Path(folder), found["parameters"])
             print(json.dumps({"store": flags.store, **found}, indent=1))
         finally:
