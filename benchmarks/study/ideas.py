@@ -129,6 +129,11 @@ IDEAS: dict[tuple[str, float], dict[str, rows.Method]] = {
     }
     for budget in BUDGETS
 }
+# MuLoCo's outer steps, for one worker and for eight.
+IDEAS["`local_muon`", 0.01] |= {
+    f"outer step {rate}, {momentum}": local_muon(0.01, (rate, momentum))
+    for rate, momentum in ((0.7, 0.6), (0.9, 0.8))
+}
 IDEAS["`local_muon`", 0.003] |= {
     "4 bits": local_muon(0.003, form=compressors.quantize(4)),
     "4 bits, outer step 1.0, 0.2": local_muon(
