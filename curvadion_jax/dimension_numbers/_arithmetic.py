@@ -12,7 +12,6 @@ from curvadion_jax.dimension_numbers._axes import BESIDE, Atom, Dims
 from curvadion_jax.dimension_numbers._reader import Reader
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
-    Output,
     Tracked,
     Value,
     Values,
@@ -196,10 +195,11 @@ def reduce(reader, equation, operands, needed):
         gone, left = x.at(summed), x.at(rest)
         if isinstance(x, Weight) and gone:
             x = x.lose(name)
-        elif isinstance(x, Output) and len(gone) == 1 and left and is_sum:
-            reader.tell(x, gone, "separate")  # a sum over experts
         elif isinstance(x, Mixed) and x.is_factor and gone and left and is_sum:
             reader.ask(equation, x, "times an activation, and a sum")
         tracked.append(x.moved(keep))
     tracked = [x for x in tracked if isinstance(x, Weight) or x.all_axes]
-    return [Value(value.kind, _values.unique(tracked), value.open)]
+    # A sum of one-hot vectors looks several rows up, as a bag of words does.
+    is_none = name == "reduce_prod" or value.is_indicator is False
+    is_indicator = False if is_none else None
+    return [Value(value.kind, _values.unique(tracked), value.open, is_indicator)]

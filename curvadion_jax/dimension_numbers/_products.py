@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
-from curvadion_jax.dimension_numbers._axes import Dim, Dims
+from curvadion_jax.dimension_numbers._axes import Axes, Dim, Dims
 from curvadion_jax.dimension_numbers._reader import CONSTANT, Reader, unknown
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
@@ -143,8 +143,8 @@ def _product_of_activations(
         _tell_of_attention(reader, side, other)
         has_outputs = any(other.shape[d] > 1 for d in other.kept)
         if any(x.at(side.summed) for x in side.value.outputs):
-            is_square = not left.kept and not right.kept and _same_layers(values)
-            if is_square:  # As a sum of squares, or of layers that share a matrix.
+            if not left.kept and not right.kept:
+                # As a sum of squares, or what is expected of values by probabilities.
                 reader.may_follow(side.value.open)
             elif other.value.open:  # x A (y B)^T: A and B come before one another
                 reader.follow(_values.open_of(values))
@@ -162,12 +162,6 @@ def _product_of_activations(
     result = activation(values, [x for x in tracked if x.all_axes])
     is_numbers = left.summed or all(x.is_indicator is False for x in values)
     return dataclasses.replace(result, is_indicator=False if is_numbers else None)
-
-
-def _same_layers(values: Values) -> bool:
-    """Whether two activations are made by the same products."""
-    left, right = (value.open if value else frozenset() for value in values)
-    return left == right
 
 
 def _is_matrix(x: Tracked, side: _Side, other: _Side) -> bool:
@@ -215,9 +209,11 @@ def _tell_of_layer(reader: Reader, data: _Side, matrix: _Side) -> None:
     """Notes what a layer tells of the output axes of the layer before it."""
     for x in data.value.outputs:
         for own, others in zip(data.batch, matrix.batch, strict=True):
-            # Paired with an axis of the parameter: each expert has its own matrix.
+            # Paired with an axis of the parameter: each expert has its own matrix. A
+            # part of an axis is no stack: it was one side before it was split.
             if not any(w.is_lost for w in matrix.value.weights):
                 is_stack = any(w.at([others]) for w in matrix.value.weights)
+                is_stack &= not x.at([own]) & _split(x)
                 reader.tell(x, x.at([own]), "separate" if is_stack else "joined")
         summed = x.at(data.summed)
         if len(summed) > 1:  # The output projection of attention sums over heads.
@@ -240,7 +236,18 @@ def _tell_of_attention(reader: Reader, side: _Side, partner: _Side) -> None:
 
 def _whole(x: Output) -> list[Dim]:
     """The axes of a value that are one axis of the parameter and nothing else."""
-    return [dim for dim in x.dims if len(dim) == 1 and dim[0].axis >= 0]
+    split = _split(x)
+    return [
+        dim
+        for dim in x.dims
+        if len(dim) == 1 and dim[0].axis >= 0 and dim[0].axis not in split
+    ]
+
+
+def _split(x: Output) -> Axes:
+    """The axes of the parameter of which there are several parts in the value."""
+    axes = [atom.axis for dim in x.dims for atom in dim if atom.axis >= 0]
+    return frozenset(axis for axis in axes if axes.count(axis) > 1)
 
 
 def convolution(reader, equation, operands, needed):

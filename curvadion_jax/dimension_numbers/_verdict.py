@@ -116,6 +116,8 @@ def _stack_among_outputs(use: Use, facts: Facts) -> Axes | None:
         if "separate" in words and "joined" not in words
     )
     rest = use.outputs - stack
+    if not rest:  # Nothing would be left of the matrices but columns.
+        return None
     joined = {axis for axis in rest if "joined" in told[axis]}
     # If data sum over one output axis, and the next parameter over another one alone,
     # the first may be an input, as in tensor products.

@@ -308,6 +308,15 @@ def vmap_over_models(p, x):
 MESH = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@construct(w=one((3, WIDTH, WIDE), STACKED), head=one((3, WIDE, 7), "head"))
+def vmap_over_models_with_a_norm(p, x):
+    def model(p):
+        hidden = x @ p["w"]
+        return (hidden - hidden.mean(-1, keepdims=True)) @ p["head"]
+
+    return jnp.sum(jax.vmap(model)(p) ** 2)
+
+
 @readout(w=MATRIX)
 def shard_map(p, x):
     part = lambda x, w: lax.psum(x @ w, "d")
@@ -381,6 +390,17 @@ def one_hot_vectors_that_are_moved(p, tokens):
     shifted = jnp.concatenate([jnp.zeros((BATCH, 1, VOCABULARY)), hot[:, :-1]], 1)
     rolled, turned = jnp.roll(hot, 1, 1), jnp.flip(hot, 1)
     return shifted @ p["shifted"] + rolled @ p["rolled"] + turned @ p["turned"]
+
+
+@readout(
+    WIDTH,
+    TOKENS,
+    sums=one((VOCABULARY, WIDTH), "asked"),
+    largest=one((VOCABULARY, WIDTH), "asked"),
+)
+def bags_of_one_hot_vectors(p, tokens):
+    each = jax.nn.one_hot(tokens, VOCABULARY)
+    return each.sum(1) @ p["sums"] + each.max(1) @ p["largest"]
 
 
 @readout(WIDTH, TOKENS, X, w=one((WIDTH, WIDTH)))
@@ -621,6 +641,31 @@ def matrices_looked_up(p, tokens, x):
     return jnp.einsum("btd,btdf->btf", x, p["w"][tokens])
 
 
+@readout(WIDTH, w=one((WIDTH, HEADS, SIZE), "asked"))
+def norm_of_heads_that_are_not_followed(p, x):
+    heads = jnp.einsum("btd,dhk->bthk", x, p["w"])
+    heads /= heads.sum(-1, keepdims=True)
+    return jnp.cumsum(heads, 1).reshape(BATCH, TIME, WIDTH)
+
+
+@readout(SIZE, w=one((WIDTH, HEADS, SIZE), "asked"))
+def one_place_of_each_axis(p, x):
+    heads = jnp.einsum("btd,dhk->bthk", x, p["w"])
+    return heads[:, :, 0] * heads[..., 0].sum(-1, keepdims=True)
+
+
+@readout(
+    WIDTH,
+    w=one((2, WIDTH, WIDTH), STACKED),
+    change=one((HEADS, SIZE, SIZE), STACKED),
+)
+def gates_of_which_one_is_split_into_heads(p, x):
+    one, other = jnp.einsum("btd,gde->gbte", x, p["w"])
+    heads = other.reshape(BATCH, TIME, HEADS, SIZE)
+    heads = jnp.einsum("bthk,hkj->bthj", heads, p["change"])
+    return jnp.tanh(one) * heads.reshape(BATCH, TIME, WIDTH)
+
+
 @readout(w=one((EXPERTS, WIDTH, WIDE), "asked"))
 def heads_or_experts(p, x):
     return jnp.einsum("btd,edf->btef", x, p["w"])
@@ -787,6 +832,13 @@ def sampled_softmax(p, x, tokens):
     h = jnp.tanh(x @ p["w"])
     wrong = jnp.einsum("btd,nd->btn", h, p["items"][tokens[0]])
     return jnp.sum(wrong) - jnp.sum(h * p["items"][tokens])
+
+
+@construct(w=MATRIX, logits=one((WIDE, 7), "asked"), values=one((WIDE, 7), "asked"))
+def value_expected_of_choices(p, x):
+    hidden = jnp.tanh(x @ p["w"])
+    chosen = jax.nn.softmax(hidden @ p["logits"])
+    return jnp.sum(jnp.einsum("bta,bta->bt", chosen, hidden @ p["values"]))
 
 
 @construct(w=MATRIX)
