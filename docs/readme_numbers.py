@@ -103,6 +103,8 @@ def budget_table() -> Iterator[str]:
         needed = statistics.fmean(curve_table.steps_needed(of))
         settings = f"{of.setting.removeprefix('momentum ')}, {of.rate:g}"
         budget = f"{of.form.budget:.1%}".replace(".0%", "%")
+        if (bits := curve.BITS[of.form.budget]) != 2:
+            budget += f", `bits={bits}`"
         lines.append([budget, signed(gaps), f"{needed:.1f}", settings])
     head = (
         "`budget`",
@@ -211,8 +213,10 @@ def print_numbers() -> None:
         for of in curve_table.points(curve.read(), study.STEPS)
         if of.form.name == curve.LOCAL_MUON
     }
-    more = [x - y for x, y in zip(by_budget[0.03], by_budget[0.07], strict=True)]
-    print("local_muon at 3% above the same at 7%, in points:", spread(more))
+    for less, more in ((0.03, 0.07), (0.03, 0.14), (0.07, 0.14)):
+        gaps = zip(by_budget[less], by_budget[more], strict=True)
+        points = spread([x - y for x, y in gaps])
+        print(f"local_muon at {less:.0%} above the same at {more:.0%}, in points:", points)
     print("percent above the best Muon:")
     for name in rows.METHODS:
         if gaps := table.above(runs(name), best):

@@ -68,12 +68,13 @@ def local_muon(
 
     Syncs by budget, in a model of large matrices, and how many steps were worth one
     step of synchronous Muon in the only model that was studied (0.85 million
-    parameters, 8 replicas, 2,048 tokens each, three seeds, one of 0.003; tuned;
+    parameters, 8 replicas, 2,048 tokens each, three seeds, tuned, 0.14 with 4 bits;
     ``benchmarks/study/results/curve.md``):
 
     ======  ============  ================
     budget  a sync every  steps for Muon's
     ======  ============  ================
+    0.14    step          1.1
     0.07    step          1.2
     0.03    2.3 steps     1.2
     0.01    7 steps       1.8
@@ -85,13 +86,13 @@ def local_muon(
         at 0.02.
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. None means 0.03; take less where steps wait for the link. From
-        about 0.07 on every step has a sync, and what is left of a larger budget is not
-        used. Cannot be combined with `trigger`.
+        about 0.07 on (0.14 with ``bits=4``) every step has a sync, and what is left of
+        a larger budget is not used. Cannot be combined with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 2. For
         very small budgets (0.001), try 4. Cannot be combined with `synchronizer`.
       momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
         schedule. Try ``optax.linear_schedule(0.8, 0.95, steps)``, as in the table's
-        rows of 0.01 to 0.07.
+        rows.
       weight_decay: decoupled, of matrices only, times the learning rate.
       weight_decay_mask: which of the matrices decay: a tree of bools like the
         parameters, or a prefix of one, or a function of the parameters that returns

@@ -250,7 +250,7 @@ def test_the_table_of_local_muons_docstring_is_that_of_the_rows():
         for row in json.loads(curve_table.STEPS_FILE.read_text("utf-8"))
         if row["method"] == curve.LOCAL_MUON
     }
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines == [(budget, needed[float(budget)]) for budget, _ in lines]
 
 
