@@ -193,9 +193,10 @@ def curve_of_bytes() -> None:
             for share, gaps in lines:
                 _seeds(axes, share, gaps, color)
             ours = color == BLUE  # below its line; the other one has a point alone
+            middle = (len(lines) - 1) // 2 if ours else 0
             axes.annotate(
                 name.replace("`", ""),
-                (lines[0][0], means[0]),
+                (lines[middle][0], means[middle]),
                 xytext=(-10, -14) if ours else (10, 2),
                 ha="right" if ours else "left",
                 textcoords="offset points",
