@@ -143,7 +143,7 @@ def _product_of_activations(
         _tell_of_attention(reader, side, other)
         has_outputs = any(other.shape[d] > 1 for d in other.kept)
         if any(x.at(side.summed) for x in side.value.outputs):
-            if not left.kept and not right.kept:
+            if other.value.open and not left.kept and not right.kept:
                 # As a sum of squares, or what is expected of values by probabilities.
                 reader.may_follow(side.value.open)
             elif other.value.open:  # x A (y B)^T: A and B come before one another
@@ -209,11 +209,12 @@ def _tell_of_layer(reader: Reader, data: _Side, matrix: _Side) -> None:
     """Notes what a layer tells of the output axes of the layer before it."""
     for x in data.value.outputs:
         for own, others in zip(data.batch, matrix.batch, strict=True):
-            # Paired with an axis of the parameter: each expert has its own matrix. A
-            # part of an axis is no stack: it was one side before it was split.
+            # Paired with an axis of the parameter: each expert has its own matrix. An
+            # axis that is paired in part, and summed or kept in part, is no stack: it
+            # was one side before it was split.
             if not any(w.is_lost for w in matrix.value.weights):
                 is_stack = any(w.at([others]) for w in matrix.value.weights)
-                is_stack &= not x.at([own]) & _split(x)
+                is_stack &= not x.at([own]) & x.at({*data.summed, *data.kept})
                 reader.tell(x, x.at([own]), "separate" if is_stack else "joined")
         summed = x.at(data.summed)
         if len(summed) > 1:  # The output projection of attention sums over heads.
@@ -227,7 +228,9 @@ def _tell_of_attention(reader: Reader, side: _Side, partner: _Side) -> None:
     for x in side.value.outputs:
         reader.tell(x, x.at(side.batch), "joined")  # Queries meet keys of their head.
         summed = x.at(side.summed)
-        if partner.value.is_indicator is not False:
+        # (Shares of one-hot vectors, as in a loss that balances experts, choose none.)
+        is_indicator = partner.value.is_indicator
+        if is_indicator or (is_indicator is None and partner.kept):
             reader.tell(x, summed, "selected")
         # Queries are summed with several keys, experts' outputs with one gate.
         elif any(partner.shape[d] > 1 for d in partner.kept):

@@ -834,6 +834,32 @@ def sampled_softmax(p, x, tokens):
     return jnp.sum(wrong) - jnp.sum(h * p["items"][tokens])
 
 
+@construct(X, TOKENS, w=MATRIX, head=one((WIDE, 7), "head"))
+def cross_entropy_as_a_product(p, x, tokens):
+    chances = jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["head"])
+    return -jnp.einsum("btv,btv->bt", chances, jax.nn.one_hot(tokens, 7)).sum()
+
+
+@readout(w=MATRIX, router=one((WIDTH, EXPERTS)))
+def experts_that_a_loss_balances(p, x):
+    chances = jax.nn.softmax(x @ p["router"])
+    chosen = jax.nn.one_hot(chances.argmax(-1), EXPERTS)
+    balance = jnp.dot(chosen.mean((0, 1)), chances.mean((0, 1)))
+    return x @ p["w"] * chances.max(-1, keepdims=True) + balance
+
+
+@readout(
+    WIDTH,
+    up=one((4, WIDTH, WIDE), STACKED),
+    down=one((4, WIDE, WIDTH), STACKED),
+)
+def experts_on_a_grid(p, x):
+    hidden = jnp.tanh(jnp.einsum("btd,edf->btef", x, p["up"]))
+    hidden = hidden.reshape(BATCH, TIME, 2, 2, 2, WIDE // 2)
+    down = p["down"].reshape(2, 2, 2, WIDE // 2, WIDTH)
+    return jnp.einsum("btghcf,ghcfd->btghd", hidden, down).sum((2, 3))
+
+
 @construct(w=MATRIX, logits=one((WIDE, 7), "asked"), values=one((WIDE, 7), "asked"))
 def value_expected_of_choices(p, x):
     hidden = jnp.tanh(x @ p["w"])
