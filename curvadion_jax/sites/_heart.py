@@ -45,7 +45,11 @@ class Heart(threading.Thread):
                 self._joined_again.add(name)
 
     def is_silent(self, name: str) -> bool:
-        """Whether there was no sign of life of a site for `grace`, or 40 seconds."""
+        """Whether a site is not waited for.
+
+        It has given no sign of life for about `grace`, or 40 seconds if that is less,
+        or has joined again and not contributed yet.
+        """
         _, looks = self._seen.get(name, (None, 0))
         return looks >= _LOOKS - 1 or name in self._joined_again
 

@@ -78,8 +78,8 @@ class Site:
       quorum: contributions without which a round changes nothing; fewer when sites have
         left for good. The same for all sites.
       grace: seconds for which a round that has its quorum waits for other sites that
-        are alive. Who gives no sign of life for so long, or for 40 seconds, is not
-        waited for. The same for all sites.
+        are alive. Who gives no sign of life for so long, or for about 40 seconds if
+        that is less, is not waited for. The same for all sites.
       max_lag: steps that may be taken while a contribution is under way, before `sync`
         waits for it. None is 2 x `every`, 0 is lock step, `math.inf` never waits.
       poll: seconds between looks at the store.
