@@ -216,7 +216,9 @@ def print_numbers() -> None:
     for less, more in ((0.03, 0.07), (0.03, 0.14), (0.07, 0.14)):
         gaps = zip(by_budget[less], by_budget[more], strict=True)
         points = spread([x - y for x, y in gaps])
-        print(f"local_muon at {less:.0%} above the same at {more:.0%}, in points:", points)
+        print(
+            f"local_muon at {less:.0%} above the same at {more:.0%}, in points:", points
+        )
     print("percent above the best Muon:")
     for name in rows.METHODS:
         if gaps := table.above(runs(name), best):

@@ -135,9 +135,9 @@ class Form(NamedTuple):
         ]
 
     def tried_so_far(self, results: study.Results) -> list[Run]:
-        """Those of them that have ended, the best one first."""
-        there = [run for run in self.tuning() if run in results]
-        return sorted(there, key=lambda run: results[run]["loss"])
+        """The tuning runs that have ended, the best one first."""
+        ended = [run for run in self.tuning() if run in results]
+        return sorted(ended, key=lambda run: results[run]["loss"])
 
     def reported(self, results: study.Results) -> list[Run]:
         """The runs of the curve, once the best setting is known."""

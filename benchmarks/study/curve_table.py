@@ -58,7 +58,8 @@ class Point(NamedTuple):
 def point(form: Form, results: study.Results, steps: int) -> Point | None:
     """What there is of a form after so many steps; None if nothing is.
 
-    The best of its tuning runs, or if that has no rows the setting with most seeds.
+    The best of its tuning runs, if there are several and it has rows; else the setting
+    with most seeds.
     """
     tried, found = form.tried_so_far(results), []
     best = (tried[0].method, tried[0].rate) if len(tried) > 1 else None
@@ -250,7 +251,8 @@ def steps_by_budget(results: study.Results) -> list[dict[str, Any]]:
             "method": of.form.name,
             "budget": of.form.budget,
             "bits": curve.BITS[of.form.budget],
-            "steps": round(statistics.fmean(needed), 2),
+            # Fewer than the best Muon's are luck: its own seeds differ by as much.
+            "steps": max(1.0, round(statistics.fmean(needed), 2)),
             "seeds": len(needed),
         }
         for of in points(results, study.STEPS)

@@ -68,8 +68,8 @@ def local_muon(
 
     Syncs by budget, in a model of large matrices, and how many steps were worth one
     step of synchronous Muon in the only model that was studied (0.85 million
-    parameters, 8 replicas, 2,048 tokens each, three seeds, tuned, 0.14 with 4 bits;
-    ``benchmarks/study/results/curve.md``):
+    parameters, 8 replicas, 2,048 tokens each, three seeds, the best of two to four
+    settings, 0.14 with 4 bits; ``benchmarks/study/results/curve.md``):
 
     ======  ============  ================
     budget  a sync every  steps for Muon's

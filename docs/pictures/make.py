@@ -177,6 +177,7 @@ def curve_of_bytes() -> None:
         strict=False,
     ):
         axes.axhline(0, color=LINE, linewidth=1, zorder=0)
+        largest = LARGEST
         names = {of.form.name for of in panel}
         for name, color in zip(sorted(names, reverse=True), (BLUE, GREY), strict=False):
             of_name = [of for of in panel if of.form.name == name]
@@ -192,6 +193,7 @@ def curve_of_bytes() -> None:
             axes.plot([x for x, _ in lines], means, color=color, linewidth=1.5)
             for share, gaps in lines:
                 _seeds(axes, share, gaps, color)
+                largest = max(largest, *gaps)
             ours = color == BLUE  # below its line; the other one has a point alone
             middle = (len(lines) - 1) // 2 if ours else 0
             axes.annotate(
@@ -204,11 +206,12 @@ def curve_of_bytes() -> None:
                 weight="bold" if ours else "normal",
             )
         axes.set_xscale("log")
-        axes.set(xlim=(0.12, 160), ylim=(-3, LARGEST + 1.5))
+        axes.set(xlim=(0.12, 160), ylim=(-3, largest + 1.5))
         ticks = [0.1, 0.3, 1, 3, 7, 14, 100]
         axes.set_xticks(ticks, [f"{tick:g}%" for tick in ticks])
         axes.minorticks_off()
-        axes.set_yticks([0, 5, 10, 15, 20], ["0", "+5%", "+10%", "+15%", "+20%"])
+        levels = range(0, int(largest) + 1, 5)
+        axes.set_yticks(levels, [f"+{level}%" * bool(level) or "0" for level in levels])
         axes.set_xlabel("bytes sent, of float32 gradients on every step")
         axes.set_title(f"held-out loss above {against}")
     _others(every[0][0])
