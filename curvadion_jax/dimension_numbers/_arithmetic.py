@@ -199,7 +199,8 @@ def reduce(reader, equation, operands, needed):
             reader.ask(equation, x, "times an activation, and a sum")
         tracked.append(x.moved(keep))
     tracked = [x for x in tracked if isinstance(x, Weight) or x.all_axes]
+    result = Value(value.kind, _values.unique(tracked), value.open)
+    if name == "reduce_prod":
+        return [result]
     # A sum of one-hot vectors looks several rows up, as a bag of words does.
-    is_none = name == "reduce_prod" or value.is_indicator is False
-    is_indicator = False if is_none else None
-    return [Value(value.kind, _values.unique(tracked), value.open, is_indicator)]
+    return [_values.with_indicators(result, operands)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from curvadion_jax.dimension_numbers import _axes, _values
-from curvadion_jax.dimension_numbers._axes import Axes, Dim, Dims
+from curvadion_jax.dimension_numbers._axes import Dim, Dims
 from curvadion_jax.dimension_numbers._reader import CONSTANT, Reader, unknown
 from curvadion_jax.dimension_numbers._values import (
     Mixed,
@@ -239,18 +239,9 @@ def _tell_of_attention(reader: Reader, side: _Side, partner: _Side) -> None:
 
 def _whole(x: Output) -> list[Dim]:
     """The axes of a value that are one axis of the parameter and nothing else."""
-    split = _split(x)
-    return [
-        dim
-        for dim in x.dims
-        if len(dim) == 1 and dim[0].axis >= 0 and dim[0].axis not in split
-    ]
-
-
-def _split(x: Output) -> Axes:
-    """The axes of the parameter of which there are several parts in the value."""
-    axes = [atom.axis for dim in x.dims for atom in dim if atom.axis >= 0]
-    return frozenset(axis for axis in axes if axes.count(axis) > 1)
+    axes = [atom.axis for dim in x.dims for atom in dim]
+    alone = [dim for dim in x.dims if len(dim) == 1 and dim[0].axis >= 0]
+    return [dim for dim in alone if axes.count(dim[0].axis) == 1]
 
 
 def convolution(reader, equation, operands, needed):
