@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -100,9 +99,9 @@ def cpu() -> Any:
     return jax.local_devices(backend="cpu")[0]
 
 
-def wide(dtype: Any) -> jnp.dtype:
+def wide(dtype: Any) -> np.dtype:
     """The dtype to compute in: at least float32."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return np.promote_types(np.float32, dtype)
 
 
 def cast(arrays: Arrays, like: Sequence[Any]) -> Arrays:

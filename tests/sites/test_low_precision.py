@@ -1,5 +1,6 @@
 """Parameters in 16 bits: rounding loses nothing that has counted."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -94,3 +95,15 @@ def test_whole_parameters_are_kept_once():
     assert len(outer.anchor) == len(PARAMS)
     for x, y in zip(outer.anchor, outer.params, strict=True):
         assert np.shares_memory(np.asarray(x), y)
+
+
+@dtypes
+def test_strict_promotion_passes(dtype, tmp_path):
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        sites.Site(tmp_path, "a", every=1) as site,
+    ):
+        params = site.start(ones(dtype))
+        params = {"w": params["w"] + params["w"]}
+        params = site.leave(site.sync(params))
+    np.testing.assert_array_equal(params["w"].astype(np.float32), 2.0)
