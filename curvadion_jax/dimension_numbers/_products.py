@@ -159,7 +159,8 @@ def _product_of_activations(
             if _is_matrix(x, side, other):
                 reader.ask(equation, x, "a matrix that data have a part in")
             tracked.append(x.moved(side.moved(other)))
-    result = activation(values, [x for x in tracked if x.all_axes])
+    known = [x for x in values if x != _NUMBERS]
+    result = activation(known, [x for x in tracked if x.all_axes])
     is_numbers = left.summed or all(x.is_indicator is False for x in values)
     return dataclasses.replace(result, is_indicator=False if is_numbers else None)
 

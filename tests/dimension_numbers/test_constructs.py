@@ -117,7 +117,10 @@ VARIATIONS = {
 # JAX cannot map these.
 NOT_MAPPED = "callback", "experts_of_ragged_products"
 # Each example has its own mask, vector or branch, so that each has its own matrix.
-ASKED_WHEN_MAPPED = "dropped_weights", "spectral_norm", "cond", "switch_over_a_stack"
+ASKED_WHEN_MAPPED = {
+    *("dropped_weights", "mask_made_by_a_constant_matrix", "spectral_norm"),
+    *("cond", "switch_over_a_stack"),
+}
 VARIED = [
     pytest.param(one, variation, id=f"{one.name}-{variation}")
     for one in CONSTRUCTS

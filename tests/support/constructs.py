@@ -1112,6 +1112,19 @@ def layers_unstacked(p, x):
     return x
 
 
+@readout(w=one((WIDTH, WIDE)))
+def mask_made_by_a_constant_matrix(p, x):
+    """Data times a constant are data: here a mask."""
+    mask = x.mean((0, 1)) @ jnp.ones((WIDTH, WIDTH))
+    return x @ (p["w"] * mask[:, None])
+
+
+@construct(X, jnp.ones((WIDE, 7)), w=one((WIDTH, WIDE)))
+def layer_before_data_times_a_constant(p, x, y):
+    """Data times a constant are data: here a layer that is not trained."""
+    return jnp.sum(jnp.tanh(x @ p["w"] @ (y @ jnp.ones((7, 7)))))
+
+
 @readout(
     WIDTH,
     q=one((WIDTH, WIDTH)),
