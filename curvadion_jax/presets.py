@@ -1,13 +1,9 @@
 """Published methods as points in one space: inner optimizer, trigger, synchronizer.
 
 Each is a few lines of the parts, to be read as much as called. All return an optimizer
-of rows with state :class:`curvadion_jax.AdaptiveSyncState`. These arguments mean the
-same in all of them:
-
-* `before`, `mesh`, `specs`: as for :func:`curvadion_jax.adaptive_sync`;
-* `dimension_numbers`, ``**dion_arguments``: as for :func:`curvadion_jax.dion`;
-* `weight_decay`: decoupled, times the learning rate; 0 by default;
-* learning rates: a number or a schedule of steps; outer ones of syncs.
+of rows with state :class:`curvadion_jax.AdaptiveSyncState`. In all of them weight decay
+is decoupled, times the learning rate, and a learning rate is a number or a schedule of
+steps; an outer one is of syncs.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ def synchronous_adamw(
       b1, b2: decay rates of the two moments. 0.9 and 0.95 are usual for language
         models; `optax.adamw` has 0.9 and 0.999.
       weight_decay: of all parameters.
-      before, mesh, specs: see above.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows. All replicas stay equal.
@@ -118,7 +114,8 @@ def synchronous_muon(
       adam_learning_rate: of AdamW (b1 = 0.9, b2 = 0.95), which trains all other
         parameters. None means `learning_rate`.
       weight_decay: of the matrices.
-      dimension_numbers, before, mesh, specs: see above.
+      dimension_numbers: as for :func:`curvadion_jax.dion`.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows. All replicas stay equal, and take the steps of
@@ -177,7 +174,8 @@ def synchronous_dion(
 
     Args:
       learning_rate: of the matrices.
-      dimension_numbers, before, mesh, specs: see above.
+      dimension_numbers: as for :func:`curvadion_jax.dion`.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
       **dion_arguments: of :func:`curvadion_jax.dion`, such as `rank` (0.25 there),
         `momentum` (0.95, the paper's) and `adam_learning_rate`.
 
@@ -226,7 +224,7 @@ def local_sgd(
       k: local steps per sync, at least 1. The paper's H; it is a free parameter there.
       momentum: of each replica, in [0, 1), which syncs leave as it is. 0.9 is the usual
         one; the paper's method has none (0).
-      before, mesh, specs: see above.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows. A sync sends float32 pseudo-gradients, 1/k of the bytes of
@@ -295,7 +293,7 @@ def diloco(
       outer_momentum: Nesterov momentum of the outer step, in [0, 1); 0.9 is the
         paper's.
       weight_decay: of all parameters; the paper used 0.1.
-      before, mesh, specs: see above.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows.
@@ -368,7 +366,8 @@ def muloco(
       adam_learning_rate: of AdamW (b1 = 0.9, b2 = 0.95), which trains all other
         parameters. None means `learning_rate`.
       weight_decay: of the matrices.
-      dimension_numbers, before, mesh, specs: see above.
+      dimension_numbers: as for :func:`curvadion_jax.dion`.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows. The local momentum is 0.95, as in `optax.contrib.muon`; the

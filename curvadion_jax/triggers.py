@@ -326,6 +326,7 @@ def budget(
       after a restart, counting starts anew.
 
     Raises:
+      TypeError: if `rate` is traced.
       ValueError: if `rate`, `ahead` or `behind` is out of range, or `of` goes by the
         step number, such as `every_k`.
 

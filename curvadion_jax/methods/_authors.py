@@ -1,7 +1,6 @@
 """CurvaDion as its authors published it: the paper's formula, and their code's rules.
 
-Public as `presets.paper` and `presets.authors_code`, whose module says what the
-arguments mean that are called "see above" here.
+Public as `presets.paper` and `presets.authors_code`.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ def paper(
       threshold: RMMC above which all synchronise; a number or a schedule. 0.3 is one of
         the authors' three (0.1, 0.3, 0.9); it depends on the batch size.
       local_learning_rate: of the plain local steps; None means `learning_rate`.
-      dimension_numbers, before, mesh, specs: see above.
-      **dion_arguments: see above.
+      dimension_numbers: as for :func:`curvadion_jax.dion`.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
+      **dion_arguments: others of :func:`curvadion_jax.dion`.
 
     Returns:
       An optimizer of rows. A sync sends all gradients in float32.
@@ -143,8 +143,9 @@ def authors_code(
       other_optimizer: trains all other parameters; it needs a momentum `mu`. None means
         `optax.lion` with b1 = 0.9, b2 = 0.95 and no weight decay: their optimizer's
         defaults, which stay in force because it ignores the `betas` of their script.
-      dimension_numbers, before, mesh, specs: see above.
-      **dion_arguments: see above.
+      dimension_numbers: as for :func:`curvadion_jax.dion`.
+      before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
+      **dion_arguments: others of :func:`curvadion_jax.dion`.
 
     Returns:
       An optimizer of rows.

@@ -127,7 +127,8 @@ def local_muon(
       `curvadion_jax.metrics.read` reports syncs and bytes.
 
     Raises:
-      TypeError: if `bits` or `budget` is not a Python number, or `mesh` is no mesh.
+      TypeError: if `bits` or `budget` is an array, as under `optax.inject_hyperparams`,
+        if a learning rate is no number or schedule, or if `mesh` is no mesh.
       ValueError: if an argument is out of range, or both `budget` and `trigger`, both
         `bits` and `synchronizer`, or both `other_optimizer` and `adam_learning_rate`
         are given; at `init` and `update` as for :func:`adaptive_sync`.

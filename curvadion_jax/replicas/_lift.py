@@ -45,7 +45,8 @@ def lift(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> clip = lift(optax.clip_by_global_norm(1.0), _rows.Simulated(2))
+      >>> from curvadion_jax import replicas
+      >>> clip = lift(optax.clip_by_global_norm(1.0), replicas.simulated(2))
       >>> gradients = jnp.array([[3.0, 4.0], [0.3, 0.4]])
       >>> updates, _ = clip.update(gradients, clip.init(gradients))
       >>> print(updates)

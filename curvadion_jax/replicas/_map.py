@@ -55,7 +55,8 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> mesh = _rows.Simulated(2)
+      >>> from curvadion_jax import replicas
+      >>> mesh = replicas.simulated(2)
       >>> loss_fn = lambda w, x, scale: scale * jnp.sum(w * x)
       >>> gradients = map(jax.grad(loss_fn), mesh)
       >>> w, batch = jnp.ones((2, 3)), jnp.array([[1.0, 2, 3], [4, 5, 6]])
