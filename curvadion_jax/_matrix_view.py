@@ -17,9 +17,8 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 Named = dict[str, jax.Array]
 """Arrays by the paths of their parameters."""
-MadeOf = tuple[tuple[int, ...], Sequence[tuple[int, ...]]]
-"""Of a factor: its parameter's shape, and for each axis of the factor the axes of the
-parameter that it merges."""
+MadeOf = Sequence[tuple[int, ...]]
+"""For each axis of a factor the axes of its parameter that it merges."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +30,20 @@ class MatrixView:
       batch_axes: axes over which the matrices are stacked, ascending.
       fan_in_axes: axes that a matrix-vector product sums over.
       fan_out_axes: axes that it produces.
-      fan_in, fan_out: how many elements these have.
     """
 
     shape: tuple[int, ...]
     batch_axes: tuple[int, ...]
     fan_in_axes: tuple[int, ...]
     fan_out_axes: tuple[int, ...]
-    fan_in: int
-    fan_out: int
+
+    @property
+    def fan_in(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.fan_in_axes)
+
+    @property
+    def fan_out(self) -> int:
+        return math.prod(self.shape[axis] for axis in self.fan_out_axes)
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -83,8 +87,6 @@ class MatrixView:
             (0, *behind(self.batch_axes)),
             behind(self.fan_in_axes),
             behind(self.fan_out_axes),
-            self.fan_in,
-            self.fan_out,
         )
 
     @property
@@ -159,8 +161,7 @@ def make_view(
             "not a matrix. None sends a parameter to the other optimizer."
         )
     batch = tuple(axis for axis in range(len(shape)) if axis not in fan_in + fan_out)
-    sizes = (math.prod(shape[axis] for axis in axes) for axes in (fan_in, fan_out))
-    return MatrixView(tuple(shape), batch, fan_in, fan_out, *sizes)
+    return MatrixView(tuple(shape), batch, fan_in, fan_out)
 
 
 def resolve_rank(cols: int, rank: int | float) -> int:

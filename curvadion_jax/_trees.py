@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType
 
 _SMALL = 2**16  # elements of an array that may be joined with others
-Names = tuple[str, ...]
 
 
 def is_box(node: Any) -> bool:
@@ -53,24 +52,19 @@ def shared_as(like: Any, tree: Any) -> Any:
     return jax.tree.map(share, like, tree, is_leaf=is_module)
 
 
-def leaves_with_names(tree: Any) -> list[tuple[Names, Any]]:
-    """The names along the path of every leaf, and the leaf."""
+def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
+    """The path of every leaf, such as 'layers/attention/kernel', and the leaf."""
     found = []
     for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_box):
         for inner, leaf in jax.tree.leaves_with_path(node):
             # Without the `value` of a box.
-            found.append((names_of((*path, *inner[1:])), leaf))
+            found.append((path_of((*path, *inner[1:])), leaf))
     return found
 
 
-def names_of(path: Sequence[Any]) -> Names:
-    """The names along a path of JAX's keys."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
-    """The path of every leaf, such as 'layers/attention/kernel', and the leaf."""
-    return [("/".join(names), leaf) for names, leaf in leaves_with_names(tree)]
+def path_of(keys: Sequence[Any]) -> str:
+    """The names of JAX's keys, joined."""
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def map_with_path(function: Callable[[str, Any], Any], tree: Any) -> Any:
@@ -110,21 +104,21 @@ def check_gradients(gradients: Any, params: Any) -> None:
         raise ValueError(
             "This optimizer needs params. Call update(gradients, state, params)."
         )
-    check_shapes(gradients, params, "Gradient")
+    check_shapes(gradients, params)
 
 
-def check_shapes(tree: Any, expected: Any, what: str) -> None:
-    """Rejects arrays of other names or shapes, which might be broadcast silently."""
+def check_shapes(gradients: Any, expected: Any) -> None:
+    """Rejects gradients of other names or shapes, which might be broadcast silently."""
     # By names, because not every class of pytree nodes can be compared.
     found, wanted = (
         {name: jnp.shape(x) for name, x in leaves_with_path(each)}
-        for each in (tree, expected)
+        for each in (gradients, expected)
     )
     for name in [*wanted, *found]:
         shape, other = (shapes.get(name, "missing") for shapes in (found, wanted))
         if shape != other:
             raise ValueError(
-                f"{what} {name!r} is {shape}, expected {other}. Pass gradients and "
+                f"Gradient {name!r} is {shape}, expected {other}. Pass gradients and "
                 "state of these parameters."
             )
 

@@ -292,7 +292,7 @@ def _partitions(state: Any) -> dict[str, Any]:
     has_one = lambda node: isinstance(node, TwoOptimizersState | DionState)
     nodes = jax.tree.leaves_with_path(state, is_leaf=has_one)
     return {
-        "/".join(_trees.names_of(path)): _record.lines_of(node.partition)
+        _trees.path_of(path): _record.lines_of(node.partition)
         for path, node in nodes
         if has_one(node)
     }

@@ -99,7 +99,7 @@ MUTANTS = {
         PART, "jnp.isfinite(given) & (given > 0)", "given > 0", WHO, "weight"
     ),
     "an absent replica loses its drift": Mutant(
-        STEP, "_either(healthy & ~part.present, ahead", "_either(False, ahead", WHO
+        STEP, "where(healthy & ~part.present, ahead", "where(False, ahead", WHO
     ),
     "an absent dion loses its momentum": Mutant(
         "synchronizers/_factors.py",
@@ -298,7 +298,7 @@ MUTANTS = {
     ),
     "updates lie as the inner optimizer left them": Mutant(
         "step/_step.py",
-        "self.layout.as_parameters(_dtypes.cast_like(updates, params))",
+        "self.layout.place(_dtypes.cast_like(updates, params))",
         "_dtypes.cast_like(updates, params)",
         "sharded/test_sharded_places.py",
         "lie_otherwise",
@@ -331,7 +331,11 @@ MUTANTS = {
         INTERVALS,
     ),
     "a change is remembered over a restart": Mutant(
-        CORE, "jnp.where(outcome.restarted, new, x)", "x", CHANGE, "requests_one_sync"
+        CORE,
+        "optax.tree.where(outcome.restarted, fresh, remembered)",
+        "remembered",
+        CHANGE,
+        "requests_one_sync",
     ),
     "the first step has a change": Mutant(
         TRIGGERS, "jnp.where(seen.clock.steps == 0, _LARGEST, change)", "change", CHANGE

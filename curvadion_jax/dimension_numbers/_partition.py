@@ -76,8 +76,8 @@ class Partition:
           ValueError: if the partition has no such path, or another shape for it.
           TypeError: if it is called with a step number, as a schedule is.
         """
-        found = self.of(params)
-        return as_tree(params, [each.numbers for each in found])
+        numbers = [each.numbers for each in self.of(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), numbers)
 
     def of(self, params: Any) -> list[Finding]:
         """The findings of parameters, in the order of the leaves; raises as a call."""
@@ -232,8 +232,3 @@ def axes_of(axes: Any) -> Any:
     """Axes as `MuonDimensionNumbers` has them: one is an int, several are a tuple."""
     ordered = tuple(sorted(axes))
     return ordered[0] if len(ordered) == 1 else ordered
-
-
-def as_tree(params: Any, numbers: Sequence[DimensionNumbers | None]) -> Any:
-    """Numbers in the order of the leaves, in a tree like the parameters."""
-    return jax.tree.unflatten(jax.tree.structure(params), numbers)

@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 from curvadion_jax import _trees
 from curvadion_jax._matrix_view import MatrixView
-from curvadion_jax.dimension_numbers._partition import DimensionNumbers, as_argument
+from curvadion_jax.dimension_numbers._partition import (
+    DimensionNumbers,
+    as_argument,
+    axes_of,
+)
 
 
 class Line(NamedTuple):
@@ -34,8 +38,7 @@ class Line(NamedTuple):
     def numbers(self) -> DimensionNumbers | None:
         if self.reduction is None or self.output is None:
             return None
-        one_or_more = lambda axes: tuple(axes) if len(axes) > 1 else axes[0]
-        return DimensionNumbers(one_or_more(self.reduction), one_or_more(self.output))
+        return DimensionNumbers(axes_of(self.reduction), axes_of(self.output))
 
 
 def record(params: Any, views: Mapping[str, MatrixView | None]) -> Any:

@@ -197,7 +197,7 @@ def scale_by_dion(
     ):
         del params, extra_args
         notify()  # `update_with`: no transformation around this one hid arguments
-        _trees.check_shapes(updates, state.momentum, "Gradient")
+        _trees.check_shapes(updates, state.momentum)
         views = _two_optimizers.matrices_only(updates, dimension_numbers)
         _record.check(state.partition, _record.record(updates, views))
         decay = 1 if error_feedback else momentum
@@ -208,14 +208,14 @@ def scale_by_dion(
             name: _accumulate(m, g, decay) for name, m, g in zip(*leaves, strict=True)
         }
         qs = dict(zip(views, jax.tree.leaves(state.dion_q), strict=True))
-        made_of = {name: (view.shape, view.q_axes) for name, view in views.items()}
+        of_qs = layout.of_factors({name: x.q_axes for name, x in views.items()})
 
         def state_of(momenta, qs):
+            qs = of_qs.place(qs)
             trees = _like(state.momentum, momenta), _like(state.dion_q, qs)
             return DionState(*trees, state.partition)
 
         if momentum_only:
-            qs = layout.place(qs, made_of)
             return optax.tree.zeros_like(updates), state_of(total, qs)
         # From here on matrices of one shape are a stack, until `apart`: the program
         # has one product for all of them. The results are the same.
@@ -230,7 +230,6 @@ def scale_by_dion(
             precision=precision,
         )
         directions, momenta, qs = map(joined.apart, stepped)
-        qs = layout.place(qs, made_of)
         return _like(updates, directions), state_of(momenta, qs)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -274,7 +273,7 @@ def _dion_step(
         some = {name: x for name, x in arrays.items() if name in names}
         if reduce_fn is None or not some:
             return arrays
-        made_of = {name: (views[name].shape, axes(views[name])) for name in some}
+        made_of = {name: axes(views[name]) for name in some}
         return arrays | reduce_fn(some, made_of)
 
     itself = lambda view: [(axis,) for axis in range(len(view.shape))]
@@ -358,12 +357,11 @@ def _bases(products: Named, views: Mapping[str, MatrixView], layout: Layout) -> 
     Left to itself, the compiler makes all of them on every device where an axis shards
     the matrix along its other side. `views` and `layout` are the parameters'.
     """
-    made_of = {name: (view.shape, view.p_axes) for name, view in views.items()}
     found = _whole_matrices.by_matrix(
         lambda stacks: _joined.by_shape(_orthonormalize.orthonormal, stacks),
         products,
         {name: _matrix_view.make_view(x.shape, -2, -1) for name, x in products.items()},
-        layout.of_factors(products, made_of),
+        layout.of_factors({name: view.p_axes for name, view in views.items()}),
     )
     return {name: layout.keep_whole(x) for name, x in found.items()}
 

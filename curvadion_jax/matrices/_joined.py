@@ -63,12 +63,11 @@ class Joined(NamedTuple):
 
         def of_stacks(stacks: Named, made_of: Mapping[str, MadeOf]) -> Named:
             members = {}
-            for first, (shape, axes) in made_of.items():
+            for first, axes in made_of.items():
                 names = self.members[first]
                 if len(names) > 1:
-                    shape = shape[1:]
                     axes = [tuple(axis - 1 for axis in merged) for merged in axes[1:]]
-                members |= dict.fromkeys(names, (shape, axes))
+                members |= dict.fromkeys(names, axes)
             return self.together(reduce_fn(self.apart(stacks), members))
 
         return of_stacks

@@ -98,9 +98,9 @@ class Group:
             return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
         return jax.tree.map(lambda x: lax.all_gather(x, self.axis_name), tree)
 
-    def of_factors(self, factors: Any, made_of: Any) -> Group:
+    def of_factors(self, made_of: Any) -> Group:
         """The same replicas, for factors of matrices, by the paths of parameters."""
-        return Group(self.axis_name, self.layout.of_factors(factors, made_of))
+        return Group(self.axis_name, self.layout.of_factors(made_of))
 
     def _sums(self, tree: Any) -> Any:
         """Sums over the replicas. What several devices hold is sent in pieces, once."""

@@ -50,28 +50,16 @@ class Layout:
         """The sharding of each array of a tree with paths of parameters."""
         return [self.specs.get(path, P()) for path, _ in _trees.leaves_with_path(tree)]
 
-    def of_factors(
-        self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
-    ) -> "Layout":
+    def of_factors(self, made_of: Mapping[str, MadeOf]) -> "Layout":
         """The layout of factors of matrices, by the paths of their parameters."""
-        specs = {}
-        for path in factors:
-            _, axes = made_of[path]
-            specs[path] = P(*of_axes(self.specs.get(path, P()), axes))
+        specs = {
+            path: P(*of_axes(self.specs.get(path, P()), axes))
+            for path, axes in made_of.items()
+        }
         return dataclasses.replace(self, specs=specs)
 
-    def place(
-        self, factors: Mapping[str, jax.Array], made_of: Mapping[str, MadeOf]
-    ) -> dict[str, jax.Array]:
-        """Shards factors of matrices as their parameters are."""
-        if not self.is_divided:
-            return dict(factors)
-        specs = self.of_factors(factors, made_of).specs
-        place = lax.with_sharding_constraint
-        return {path: place(x, specs[path]) for path, x in factors.items()}
-
-    def as_parameters(self, tree: Any) -> Any:
-        """Shards a tree of the parameters' structure as these are.
+    def place(self, tree: Any) -> Any:
+        """Shards the arrays of a tree with paths of parameters as `of` says.
 
         Where arrays of one shape are sharded otherwise, the compiler for TPUs may let
         one decide for all, and would gather both operands of their sum.
@@ -155,7 +143,7 @@ def _of_every_leaf(specs: Any, params: Any) -> list[Any]:
 def _check_spec(path: str, spec: P, mesh: Any) -> None:
     """Rejects axes that the mesh lacks, and the specs of rows."""
     # Rules of a whole mesh may name the replicas behind another axis.
-    unknown = {*jax.tree.leaves(tuple(spec))} - {*mesh.axis_names, P.UNCONSTRAINED}
+    unknown = _rows.named_axes(spec) - {*mesh.axis_names, P.UNCONSTRAINED}
     if unknown or tuple(spec)[:1] == (AXIS,):
         raise ValueError(
             f"specs has {spec} for {path}. Give the PartitionSpec of one replica's "

@@ -82,13 +82,16 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def has_rows(x: Any) -> bool:
-    """Whether an array lies divided over the replicas of a mesh, as far as is known.
-
-    A traced array does not tell.
-    """
+def known_sharding(x: Any) -> NamedSharding | None:
+    """How an array lies on a mesh; a traced one does not tell."""
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return isinstance(sharding, NamedSharding) and AXIS in named_axes(sharding.spec[:1])
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def has_rows(x: Any) -> bool:
+    """Whether an array lies divided over the replicas of a mesh, as far as is known."""
+    sharding = known_sharding(x)
+    return sharding is not None and AXIS in named_axes(sharding.spec[:1])
 
 
 def named_axes(spec: P) -> frozenset[str]:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from curvadion_jax import _dtypes, _finite, _memory, _trees, metrics
-from curvadion_jax.mesh._rows import AXIS
+from curvadion_jax.mesh._rows import AXIS, known_sharding
 from curvadion_jax.step._sync_state import AdaptiveSyncState
 
 
@@ -42,7 +42,7 @@ def consensus(rows: Any) -> Any:
     known = _check_rows(rows)
 
     def sharding_of_one(x):
-        sharding = _known_sharding(x)
+        sharding = known_sharding(x)
         return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
     # Left to XLA, arrays of one replica lie divided over the axis of replicas.
@@ -58,7 +58,7 @@ def consensus(rows: Any) -> Any:
 def _check_rows(rows: Any) -> list[Any]:
     """Rejects arrays without a row for each replica; returns the meshes of the rest."""
     leaves = jax.tree.leaves_with_path(rows)
-    known = [s.mesh for _, x in leaves if (s := _known_sharding(x))]
+    known = [s.mesh for _, x in leaves if (s := known_sharding(x))]
     lengths = [mesh.shape[AXIS] for mesh in known if AXIS in mesh.shape]
     lengths += [jnp.shape(x)[0] for _, x in leaves if jnp.ndim(x)]
     for path, x in leaves:
@@ -69,12 +69,6 @@ def _check_rows(rows: Any) -> list[Any]:
                 "such as state.params."
             )
     return known
-
-
-def _known_sharding(x: Any) -> NamedSharding | None:
-    """How an array lies on a mesh; a traced one does not tell."""
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _means(rows: Any) -> tuple[Any, jax.Array]:

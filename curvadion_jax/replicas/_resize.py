@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -155,7 +156,8 @@ def _placed(x: Any, like: Any, mesh: Replicas, is_row: bool) -> Any:
     return jax.block_until_ready(_memory.put(x, sharding))
 
 
-def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("replicas", "kind"))
+def resized_rows(x: jax.Array, *, replicas: int, kind: str) -> jax.Array:
     """Changes the number of rows of one array, [old, ...] -> [replicas, ...]."""
     old = len(x)
     if old == replicas:
@@ -183,6 +185,3 @@ def _resized(x: jax.Array, replicas: int, kind: str) -> jax.Array:
     offsets = jnp.where(finite, groups - base, 0)
     number = jnp.maximum(jnp.sum(finite, axis=1), 1)
     return (base[:, 0] + jnp.sum(offsets, axis=1) / number).astype(x.dtype)
-
-
-resized_rows = jax.jit(_resized, static_argnames=("replicas", "kind"))

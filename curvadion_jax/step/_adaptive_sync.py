@@ -458,8 +458,7 @@ class _AdaptiveSync:
             remembered, params, outcome = row
             params = optax.apply_updates(params, outcome.updates)
             fresh = self.trigger.init(params, outcome.inner_state)
-            keep = lambda x, new: jnp.where(outcome.restarted, new, x)
-            return jax.tree.map(keep, remembered, fresh), ()
+            return optax.tree.where(outcome.restarted, fresh, remembered), ()
 
         row = remembered, params, outcome._replace(residual=())
         return _rows.over(of_one, self.mesh)(row, ())[0]

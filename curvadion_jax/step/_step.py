@@ -122,7 +122,7 @@ class Steps:
             updates, new = self.inner.update(
                 gradients, inner_state, params, **for_all, **more
             )
-            updates = self.layout.as_parameters(_dtypes.cast_like(updates, params))
+            updates = self.layout.place(_dtypes.cast_like(updates, params))
             return updates, _dtypes.cast_like(new, inner_state)
 
         return inner_step
@@ -233,7 +233,7 @@ class Steps:
         # An absent replica keeps its drift on top of the new anchor, for a later sync.
         drift = _dtypes.difference(moved, old.anchor)
         ahead = jax.tree.map(_dtypes.add_cast, anchor, drift)
-        target = _either(healthy & ~part.present, ahead, target)
+        target = optax.tree.where(healthy & ~part.present, ahead, target)
         updates = jax.tree.map(jnp.subtract, target, params)
         checksum = _checksum.of(_moved(params, lax.optimization_barrier(updates)))
         return _AtSync(
@@ -267,9 +267,12 @@ class Steps:
             # Nothing moves if no replica takes part. (Where all states were not finite,
             # all have begun again, and take part in the next sync.)
             updates = _finite.or_zeros(part.someone, updates)
-            inner_state, sync_state, residual = _either(part.someone, tuple(new), old)
+            inner_state, sync_state, residual = optax.tree.where(
+                part.someone, tuple(new), old
+            )
             sound = _finite.all_finite(updates) | ~healthy
-            updates = _to_be_added(updates)
+            # Finite, and not fused with the sum below, whose bits count.
+            updates = lax.optimization_barrier(_finite.finite_elements(updates))
             synced = _outcome(
                 updates,
                 inner_state,
@@ -332,11 +335,6 @@ def _moved(params: Any, updates: Any) -> Any:
     return optax.apply_updates(params, _finite.finite_elements(updates))
 
 
-def _to_be_added(updates: Any) -> Any:
-    """Finite updates, which nothing fuses with a sum whose bits count."""
-    return lax.optimization_barrier(_finite.finite_elements(updates))
-
-
 def _sound_or_new(
     state: Any, is_sound: jax.Array, inner: optax.GradientTransformation, params: Any
 ) -> Any:
@@ -353,10 +351,6 @@ def _sound_or_new(
         return jnp.where(keep, x, jnp.asarray(new, x.dtype))
 
     return jax.tree.map(choose, state, fresh)
-
-
-def _either(condition: jax.Array | bool, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
 def _if(fire, synchronise, otherwise, *operands):

@@ -73,7 +73,7 @@ def average_factors(
             return updates, inner_state, _qs(inner_state), residual
 
         def reduce_fn(factors, made_of):
-            return part.mean(factors, part.group.of_factors(factors, made_of))
+            return part.mean(factors, part.group.of_factors(made_of))
 
         # All start from the common Q: on local steps every replica moves its own, and
         # products with those could cancel.
@@ -143,13 +143,13 @@ def _payload(params, ranks, layout: Layout) -> compressors.Payload:
             dtype = others.pop(name).dtype
             rows[name] = jax.ShapeDtypeStruct((*view.batch, view.rows, r), dtype)
             cols[name] = jax.ShapeDtypeStruct((*view.batch, view.cols, r), dtype)
-            made_of_rows[name] = view.shape, view.p_axes
-            made_of_cols[name] = view.shape, view.q_axes
+            made_of_rows[name] = view.p_axes
+            made_of_cols[name] = view.q_axes
     form = compressors.exact()
     payloads = [
         form.payload_by_device(others, layout),
-        form.payload_by_device(rows, layout.of_factors(rows, made_of_rows)),
-        form.payload_by_device(cols, layout.of_factors(cols, made_of_cols)),
+        form.payload_by_device(rows, layout.of_factors(made_of_rows)),
+        form.payload_by_device(cols, layout.of_factors(made_of_cols)),
     ]
     return compressors.Payload(
         averaged=sum(payload.averaged for payload in payloads),

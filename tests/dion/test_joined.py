@@ -88,8 +88,8 @@ def test_what_is_reduced_is_each_parameter_alone():
         rows, cols = np.argsort(shape[-2:])[::-1] + len(batch)
         assert of_p[0][name] == (*batch, 9, RANK)
         assert of_q[0][name] == (*batch, 5, RANK)
-        assert of_p[1][name] == (shape, [*axes, (rows,), ()])
-        assert of_q[1][name] == (shape, [*axes, (cols,), ()])
+        assert of_p[1][name] == [*axes, (rows,), ()]
+        assert of_q[1][name] == [*axes, (cols,), ()]
 
 
 def test_what_several_devices_share_is_not_joined():
