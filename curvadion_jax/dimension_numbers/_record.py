@@ -5,7 +5,7 @@ states of two partitions for two structures, and what stores trees stores it too
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,17 +70,36 @@ def difference(saved: list[list[Any]], now: list[list[Any]]) -> str:
     Empty if nothing does, or if there are no lines to compare.
     """
     old, new = ({path: Line(path, *rest) for path, *rest in x} for x in (saved, now))
-    changed = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    changed = [path for path in {**old, **new} if _differ(path, old, new)]
     if not (old and new and changed):
         return ""
-    shown = "; ".join(
-        f"{path} was {old.get(path, 'missing')} and is now {new.get(path, 'missing')}"
-        for path in changed[:5]
-    )
-    if len(changed) > 5:
-        shown += f"; and {len(changed) - 5} more"
-    answers = {path: old[path].numbers for path in changed if path in old}
+    shapes = [
+        {path: tuple(x.shape) for path, x in lines.items()} for lines in (old, new)
+    ]
+    if others := [path for path in changed if _differ(path, *shapes)]:
+        return (
+            f"{_changes(others, *shapes)}. These are other parameters: call init for "
+            "them. Of a checkpoint restore the parameters alone, with partial=True."
+        )
+    answers = {path: old[path].numbers for path in changed}
     return (
-        f"{shown}. Give the dimension numbers that it was made with, by "
-        f"from_loss(..., {as_argument(answers)})."
+        f"{_changes(changed, old, new)}. Give the dimension numbers that it was made "
+        f"with, by from_loss(..., {as_argument(answers)})."
     )
+
+
+def _differ(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return old.get(path) != new.get(path)
+
+
+def _changes(
+    paths: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]
+) -> str:
+    """What these were and are, of the first five."""
+    shown = [
+        f"{path} was {old.get(path, 'missing')} and is now {new.get(path, 'missing')}"
+        for path in paths[:5]
+    ]
+    if len(paths) > 5:
+        shown.append(f"and {len(paths) - 5} more")
+    return "; ".join(shown)
