@@ -17,6 +17,14 @@ _PLAIN = (int, float, np.number)
 _SMALLEST_BUDGET = 1e-6
 
 
+def check_part(value: Any, is_one: bool, what: str, example: str) -> None:
+    """Rejects what is not the part of an optimizer that it should be."""
+    if not is_one:
+        raise TypeError(
+            f"{what} is {value!r:.80}. Give what a call returns, such as {example}."
+        )
+
+
 def check_static(value: Any, what: str) -> None:
     """Rejects an array, traced or not, where a Python value is needed."""
     if isinstance(value, jax.Array):
@@ -35,8 +43,13 @@ def check_int(value: Any, what: str) -> None:
         raise ValueError(f"{what} must be at least 1, got {value}.")
 
 
-def check_numbers(below: float | None = None, **values: Any) -> None:
-    """Rejects what is no number, and numbers that are negative, NaN or too large."""
+def check_numbers(
+    below: float | None = None, schedules: bool = True, **values: Any
+) -> None:
+    """Rejects what is no number, and numbers that are negative, NaN or too large.
+
+    A schedule is none where Optax takes no `schedules`.
+    """
     for name, value in values.items():
         if isinstance(value, optax.GradientTransformation):
             raise TypeError(
@@ -49,6 +62,11 @@ def check_numbers(below: float | None = None, **values: Any) -> None:
             if not value >= 0 or (below is not None and value >= below):
                 limit = "" if below is None else f" and below {below}"
                 raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
+        elif callable(value) and not schedules:
+            raise TypeError(
+                f"{name} is a schedule, and must be a number. To change it in a run, "
+                f"pass {name} to optax.inject_hyperparams(...) around this function."
+            )
         elif not callable(value) and not is_scalar:
             raise TypeError(
                 f"{name} must be a number or a schedule, got {value!r:.80}. YAML reads "

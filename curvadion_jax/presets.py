@@ -84,7 +84,7 @@ def synchronous_adamw(
       <https://arxiv.org/abs/1711.05101>`_, 2019
     """
     _arguments.check_numbers(learning_rate=learning_rate, weight_decay=weight_decay)
-    _arguments.check_numbers(below=1, b1=b1, b2=b2)
+    _arguments.check_numbers(below=1, schedules=False, b1=b1, b2=b2)
     return adaptive_sync(
         optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay),
         triggers.always(),
@@ -258,7 +258,7 @@ def local_sgd(
       <https://arxiv.org/abs/1805.09767>`_, 2018
     """
     _arguments.check_numbers(learning_rate=learning_rate)
-    _arguments.check_numbers(below=1, momentum=momentum)
+    _arguments.check_numbers(below=1, schedules=False, momentum=momentum)
     return adaptive_sync(
         optax.sgd(learning_rate, momentum),
         triggers.every_k(k),
@@ -414,7 +414,7 @@ def _nesterov(
     outer_learning_rate: Any, outer_momentum: Any
 ) -> optax.GradientTransformation:
     _arguments.check_numbers(outer_learning_rate=outer_learning_rate)
-    _arguments.check_numbers(below=1, outer_momentum=outer_momentum)
+    _arguments.check_numbers(below=1, schedules=False, outer_momentum=outer_momentum)
     return optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
 
 

@@ -340,7 +340,7 @@ def budget(
     of = relative_momentum_change(FIRST_THRESHOLD) if of is None else of
     look = _look_of(of, "budget")
     _arguments.check_fraction(rate, "rate")
-    _arguments.check_numbers(ahead=ahead, behind=behind)
+    _arguments.check_numbers(schedules=False, ahead=ahead, behind=behind)
     if not ahead >= 1:
         raise ValueError(
             f"ahead must be at least 1, got {ahead}. With less no sync could take "

@@ -116,9 +116,14 @@ def check_rows(tree: Any, mesh: Replicas, what: str) -> None:
                 "replicas.split, pass what is common by keyword, and give a state of "
                 "another number of replicas to replicas.resize."
             )
-            if _trees.may_be_key(x):
+            if what == "State":
+                advice = (
+                    "Set a hyperparameter for each replica, jnp.full(replicas, value), "
+                    "and give a state of another number of them to replicas.resize."
+                )
+            elif _trees.may_be_key(x):
                 advice = "Give every replica a key: jax.random.split(key, replicas)."
-            if not hasattr(x, "shape"):
+            elif not hasattr(x, "shape"):
                 advice = (
                     "It is no array: close over it, or keep it out of the tree, as "
                     "eqx.partition(model, eqx.is_array) does."
@@ -146,6 +151,11 @@ def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
     It warns of random keys, and where arrays look like rows and nobody knows.
     """
     for name, argument in arguments.items():
+        if any(map(callable, jax.tree.leaves(argument))):
+            raise TypeError(
+                f"Argument {name!r} is a function, and what it closes over would be "
+                "the same for all replicas. Pass arrays."
+            )
         if any(has_rows(x) for x in jax.tree.leaves(argument)):
             raise ValueError(
                 f"Argument {name!r} has a row for each replica, and every replica is "

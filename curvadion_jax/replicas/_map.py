@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from curvadion_jax import _trees
 from curvadion_jax.mesh import _rows
 from curvadion_jax.mesh._rows import AXIS, Replicas
+from curvadion_jax.step._sync_state import AdaptiveSyncState
 
 
 def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
@@ -114,10 +115,12 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
         )
 
     def run(*rows, **common):
+        _refuse_optimizers((rows, common))
         for index, argument in enumerate(rows):
             _rows.check_rows(argument, mesh, f"Argument {index}")
         _rows.check_common(common, mesh)
         results = run_rows(rows, common)
+        _refuse_optimizers(results)
         if _rows.count(mesh) > 1:
             _warn_of_captured(constants, _cells(function), mesh)
         constants.clear()
@@ -193,6 +196,17 @@ def _warn_of_lost(before: Sequence[Any], after: Sequence[Any], results: Any) -> 
             "graph, state = nnx.split(module), merge it inside, and return "
             "nnx.state(module) too.",
             stacklevel=2,
+        )
+
+
+def _refuse_optimizers(tree: Any) -> None:
+    """Refuses a mapped step or `init`, with which each replica would train alone."""
+    if _trees.nodes_of(AdaptiveSyncState, tree):
+        raise ValueError(
+            "The function given to replicas.map takes or returns the state of an "
+            "optimizer of this library, which is of rows already: mapped, each replica "
+            "would train alone. Map the loss only, replicas.map(jax.value_and_grad("
+            "loss_fn), mesh), and give mesh= to the optimizer."
         )
 
 

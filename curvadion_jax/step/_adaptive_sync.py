@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from curvadion_jax import (
+    _arguments,
     _checksum,
     _dtypes,
     _finite,
@@ -93,13 +94,16 @@ def adaptive_sync(
       go to `inner`, the same for all replicas.
 
     Raises:
-      TypeError: if `mesh` is no mesh, or a parameter is no real floating-point number
-        of at least 16 bits.
+      TypeError: if `mesh` is no mesh, or `inner`, `trigger`, `synchronizer` or `before`
+        is not what a call of theirs returns; at `init`, if a parameter is no real
+        floating-point number of at least 16 bits; at `update`, if an extra argument
+        is a function.
       ValueError: at `init`, if the inner optimizer keeps a copy of the parameters, or
         the replicas' parameters differ (not under jit, where nobody knows: with
         `reconcile` they then meet at the first sync); at `update`, if `params` is
-        missing, trees or shapes do not match, `weight` is not one number for each
-        replica, or another extra argument is known to have a row for each.
+        missing, trees or shapes do not match, the state is of other parameters or of
+        another optimizer, `weight` is not one number for each replica, or another extra
+        argument is known to have a row for each.
 
     Example:
       >>> from curvadion_jax import replicas, synchronizers, triggers
@@ -118,6 +122,14 @@ def adaptive_sync(
       [-0.4 -0.4]
     """
     _rows.check_mesh(mesh)
+    is_optax = lambda x: hasattr(x, "init") and hasattr(x, "update")
+    check = _arguments.check_part
+    check(inner, is_optax(inner), "inner", "optax.adamw(0.003)")
+    check(trigger, isinstance(trigger, Trigger), "trigger", "triggers.evenly(0.03)")
+    is_one = isinstance(synchronizer, Synchronizer)
+    check(synchronizer, is_one, "synchronizer", "synchronizers.reconcile()")
+    is_one = before is None or is_optax(before)
+    check(before, is_one, "before", "optax.clip_by_global_norm(1.0)")
     optimizer = _AdaptiveSync(
         inner=optax.with_extra_args_support(inner),
         trigger=trigger,
@@ -239,6 +251,9 @@ class _AdaptiveSync:
         _rows.check_rows(params, self.mesh, "Parameter")
         _trees.check_gradients(updates, params)
         _sync_state.check_state(state)
+        if self.reconciles:
+            of_one = _shapes_of_one(params, self.mesh)
+            _sync_state.check_anchor(state.common.anchor, of_one)
         _rows.check_rows(state.rows, self.mesh, "State")
         _rows.check_common(extra_args, self.mesh)
         layout = make_layout(self.mesh, self.specs, params)
@@ -249,7 +264,14 @@ class _AdaptiveSync:
             results = jax.tree.map(lambda x: jax.typeof(x).sharding, (params, state))
             auto_axes: Any = jax.sharding.auto_axes
             run = auto_axes(run, axes=axes, out_sharding=results)
-        return run(updates, state, params, weight, extra_args)
+        try:
+            return run(updates, state, params, weight, extra_args)
+        except (AttributeError, TypeError, ValueError) as error:
+            # Most often the state of another optimizer, of which JAX says little.
+            initial = functools.partial(self._initial_state, layout=layout, unseen=True)
+            if note := _sync_state.unlike_initial(state, initial, params):
+                error.add_note(note)
+            raise
 
     def _update(self, gradients, state, params, weight, extra_args, *, layout):
         common: Common = state.common

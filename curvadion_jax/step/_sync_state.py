@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from curvadion_jax import _memory, metrics
+from curvadion_jax import _memory, _trees, metrics
 from curvadion_jax.mesh import _rows
 from curvadion_jax.mesh._layout import Layout
 from curvadion_jax.mesh._rows import AXIS, Replicas
@@ -80,6 +80,43 @@ def check_state(state: Any) -> None:
             "AdaptiveSyncState. Give what init returned; a checkpoint restored without "
             "a target is made of dictionaries, so restore it into such a state."
         )
+
+
+def check_anchor(anchor: Any, params: Any) -> None:
+    """Rejects the state of other parameters, which might be broadcast silently."""
+    if change := _first_change(anchor, params):
+        raise ValueError(
+            f"The state is of other parameters or another optimizer: {change} now. "
+            "Call init for these."
+        )
+
+
+def unlike_initial(
+    state: AdaptiveSyncState,
+    initial: Callable[[Any], AdaptiveSyncState],
+    params: Any,
+) -> str:
+    """What to say of a state that is not like what `initial` makes of parameters."""
+    change = _first_change(state, jax.eval_shape(initial, params))
+    if not change:
+        return ""
+    return (
+        f"The state is another optimizer's: {change} in this one's. Give what this "
+        "optimizer's init returned."
+    )
+
+
+def _first_change(old: Any, new: Any) -> str:
+    """The first array whose dtype or shape is another one, or that one tree lacks."""
+    was, now = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in _trees.leaves_with_path(tree)}
+        for tree in (old, new)
+    )
+    for path in [*was, *now]:
+        before, after = (arrays.get(path, "missing") for arrays in (was, now))
+        if before != after:
+            return f"{path} is {before}, and {after}"
+    return ""
 
 
 def placed(

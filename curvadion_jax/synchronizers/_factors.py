@@ -24,11 +24,11 @@ def average_factors(
     """Averages Dion's factors P and R at a sync, within the step.
 
     Each matrix sends (rows + cols) r elements in place of rows x cols, in two messages,
-    and momenta stay on their replicas. If its factors would be larger than the matrix,
-    momentum plus gradient is averaged. The gradients of other parameters are averaged
-    in full. The update is Dion's on the replicas' mean momentum and gradient: with
-    `always` (`presets.synchronous_dion`) and equal weights this is training on one big
-    batch, at any rank. Like `average_gradients` it does not make replicas equal.
+    and momenta stay on their replicas. If its factors would be no smaller than the
+    matrix, momentum plus gradient is averaged. The gradients of other parameters are
+    averaged in full. The update is Dion's on the replicas' mean momentum and gradient:
+    with `always` (`presets.synchronous_dion`) and equal weights this is training on one
+    big batch, at any rank. Like `average_gradients` it does not make replicas equal.
     The gradient of a replica that takes no part counts for nothing. Where factors are
     averaged its momentum stays as it was; where momentum plus gradient is, every
     replica's becomes that of the mean.

@@ -204,4 +204,5 @@ def test_parameters_of_another_shape_are_named_with_both():
     lines = lambda columns: [["head", [4, columns], None, None]]
     found = _record.difference(lines(10), lines(3))
     assert found.startswith("head was (4, 10) and is now (4, 3). ")
-    assert "call init" in found and "answers" not in found
+    assert "call init" in found
+    assert "answers" not in found

@@ -69,6 +69,11 @@ FEWER = {name: leaf for name, leaf in PARAMS.items() if name != "bias"}
 WIDER = changed("bias", jnp.zeros(9))
 COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall/kernel", jnp.ones((6, 4), jnp.float8_e4m3fn))
+HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+SHORT = changed("bias", jnp.ones(1))
+QUANTIZED = synchronizers.reconcile(compressor=cd.compressors.quantize(2))
+# Of an optimizer of one replica, copied to two.
+STATES = jax.tree.map(lambda x: jnp.stack([x, x]), synced().init(PARAMS))
 TALL, ONE_ROW = {"tall/kernel": jnp.ones((6, 4))}, {"tall/kernel": jnp.ones((1, 4))}
 
 # What is wrong -> (use, error, a piece of the message: what was given).
@@ -178,6 +183,70 @@ CASES = {
         lambda: update(synced(mesh=SIMULATED), ROWS, ROWS, weight=1.0),
         *(ValueError, "one number for each replica"),
     ),
+    "state of a head of another length": (
+        lambda: update(synced(), WIDER, WIDER, PARAMS),
+        *(ValueError, r"bias is float32\[5\], and float32\[9\] now. Call init"),
+    ),
+    "state of a head that would be broadcast": (
+        lambda: update(synced(), SHORT, SHORT, PARAMS),
+        *(ValueError, r"bias is float32\[5\], and float32\[1\] now. Call init"),
+    ),
+    "state of a model with a layer more": (
+        lambda: update(synced(), FEWER, FEWER, PARAMS),
+        *(ValueError, r"bias is float32\[5\], and missing now. Call init"),
+    ),
+    "state of parameters in other dtypes": (
+        lambda: update(synced(), HALF, HALF, PARAMS),
+        *(ValueError, r"bias is float32\[5\], and bfloat16\[5\] now. Call init"),
+    ),
+    "state of a synchronous optimizer": (
+        lambda: jax.eval_shape(
+            cd.local_muon(0.1, mesh=SIMULATED).update,
+            *(ROWS, init(cd.presets.synchronous_muon(0.1, mesh=SIMULATED), ROWS), ROWS),
+        ),
+        *(ValueError, "another optimizer: bias is missing, and float32.*Call init"),
+    ),
+    "state of another inner optimizer": (
+        lambda: jax.eval_shape(
+            synced(optax.adamw(0.1)).update, PARAMS, init(synced()), PARAMS
+        ),
+        *(Exception, "The state is another optimizer's: .*Give what this"),
+    ),
+    "state of another compressor": (
+        lambda: jax.eval_shape(
+            synced(synchronizer=QUANTIZED).update, PARAMS, init(synced()), PARAMS
+        ),
+        *(Exception, "residual.* is missing, and float32.* in this one's"),
+    ),
+    # Parts that are none.
+    "trigger that is not called": (
+        lambda: synced(trigger=triggers.always),
+        *(TypeError, r"trigger is <function always.*triggers\.evenly\(0\.03\)"),
+    ),
+    "synchronizer that is not called": (
+        lambda: synced(synchronizer=synchronizers.reconcile),
+        *(TypeError, r"synchronizer is <function reconcile.*reconcile\(\)"),
+    ),
+    "trigger and synchronizer exchanged": (
+        lambda: cd.adaptive_sync(SGD, synchronizers.reconcile(), triggers.always()),
+        *(TypeError, "trigger is AfterStep"),
+    ),
+    "optimizer that is not called": (
+        lambda: synced(optax.adam),
+        *(TypeError, "inner is <function adam"),
+    ),
+    "number for a clip": (
+        lambda: cd.local_muon(0.1, before=1.0),
+        *(TypeError, r"before is 1\.0"),
+    ),
+    "schedule where Optax takes none": (
+        lambda: cd.presets.diloco(0.1, outer_momentum=lambda step: 0.9),
+        *(TypeError, "outer_momentum is a schedule, and must be a number"),
+    ),
+    "function for an extra argument": (
+        lambda: update(synced(mesh=SIMULATED), ROWS, ROWS, value_fn=loss),
+        *(TypeError, "'value_fn' is a function"),
+    ),
     # Parts that do not go together.
     "RMMC without a momentum": (
         lambda: update(synced(optax.sgd(0.1), change)),
@@ -199,6 +268,14 @@ CASES = {
             *(ROWS, ROWS),
         ),
         *(ValueError, "extra argument"),
+    ),
+    "step inside of map": (
+        lambda: mapped(synced().update, ROWS, STATES, ROWS),
+        *(ValueError, "mapped, each replica would train alone"),
+    ),
+    "init inside of map": (
+        lambda: mapped(synced().init, ROWS),
+        *(ValueError, "mapped, each replica would train alone"),
     ),
     # Arrays that are no rows.
     "parameters of one": (
