@@ -31,6 +31,7 @@ import baselines
 import optax
 import rows
 import settings
+import spacing
 import study
 from simulate import Run
 
@@ -103,6 +104,35 @@ def diloco_in_two_bits(
     )
 
 
+def spaced_local_muon(
+    fragments: int,
+    budget: float,
+    setting: str,
+    rate: optax.Schedule,
+    steps: int,
+    mesh: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Syncs by the root of the learning rate, of a fragment each."""
+    del setting
+    return spacing.local_muon(
+        rate, steps, mesh, budget=budget, fragments=fragments, by_rate=True
+    )
+
+
+def local_muon_of_readme(
+    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
+) -> optax.GradientTransformationExtraArgs:
+    """With the README's clipping, and AdamW's learning rate in its proportion."""
+    return cd.local_muon(
+        rate,
+        budget=budget,
+        adam_learning_rate=lambda step: rate(step) * (0.003 / 0.02),
+        momentum=momentum(setting, steps),
+        before=optax.clip_by_global_norm(1.0),
+        **rows.matrices(mesh),
+    )
+
+
 Make = Callable[[float, str, optax.Schedule, int, Any], Any]
 Tried = tuple[tuple[str, tuple[float, ...]], ...]
 
@@ -135,9 +165,19 @@ class Form(NamedTuple):
         ]
 
     def tried_so_far(self, results: study.Results) -> list[Run]:
-        """The tuning runs that have ended, the best one first."""
+        """The tuning runs that have ended, the best one first.
+
+        Of those that were hardly apart some have trained all steps on the same seed,
+        and go before the others.
+        """
         ended = [run for run in self.tuning() if run in results]
-        return sorted(ended, key=lambda run: results[run]["loss"])
+
+        def place(run: Run) -> tuple[bool, float]:
+            longer = dataclasses.replace(run, steps=study.STEPS)
+            row = results.get(longer)
+            return row is None, (row or results[run])["loss"]
+
+        return sorted(ended, key=place)
 
     def reported(self, results: study.Results) -> list[Run]:
         """The runs of the curve, once the best setting is known."""
@@ -152,6 +192,9 @@ class Form(NamedTuple):
 
 
 LOCAL_MUON, FEW_BITS = "`local_muon`", "Muon in few bits"
+OF_README = LOCAL_MUON + " of the quick start"
+BY_RATE = LOCAL_MUON + ", syncs by the rate"
+IN_FRAGMENTS = BY_RATE + ", in 4 fragments"
 LOCAL_ADAMW, DILOCO = "AdamW with local steps", "DiLoCo in 2 bits"
 # The likelier first. Synchronous AdamW is best at 0.02.
 _OF_MUON: Tried = ((RISING, (0.04, 0.08)), (CONSTANT, (0.04, 0.08)))
@@ -169,11 +212,18 @@ FORMS = (
     *(Form(FEW_BITS, x, muon_in_few_bits, _OF_MUON) for x in (0.07, 0.14)),
     Form(DILOCO, 0.01, diloco_in_two_bits, _OF_DILOCO),
 )
-# One setting and learning rate, seed 0, 2026-11-28: not tuned.
-UNTUNED = (Form(LOCAL_MUON, 0.001, local_muon, ((CONSTANT, (0.04,)),)),)
+# One setting and learning rate: not tuned.
+UNTUNED = (
+    Form(LOCAL_MUON, 0.001, local_muon, ((CONSTANT, (0.04,)),)),
+    Form(OF_README, 0.03, local_muon_of_readme, ((RISING, (0.02,)),)),
+    *(
+        Form(name, 0.01, functools.partial(spaced_local_muon, n), ((RISING, (0.04,)),))
+        for name, n in ((BY_RATE, 1), (IN_FRAGMENTS, 4))
+    ),
+)
 METHODS: dict[str, rows.Method] = {
     form.method(setting): functools.partial(form.make, form.budget, setting)
-    for form in FORMS
+    for form in (*FORMS, *UNTUNED)
     for setting, _ in form.tried
 }
 # What other scripts have trained by the same functions, by its name there.

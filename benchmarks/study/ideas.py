@@ -12,6 +12,7 @@ steps, at a share of the bytes. The model has 0.13 million parameters, 8 replica
 
 import dataclasses
 import datetime
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import data
 import jax
 import optax
 import rows
+import spacing
 import study
 from curve import BITS
 from simulate import Run, Size, simulate
@@ -84,6 +86,12 @@ def local_muon(
     )
 
 
+def spaced(budget: float, fragments: int, by_rate: bool) -> rows.Method:
+    return functools.partial(
+        spacing.local_muon, budget=budget, fragments=fragments, by_rate=by_rate
+    )
+
+
 def local_adamw(
     budget: float, outer: tuple[float, float] | None = None, bits: int = 2
 ) -> rows.Method:
@@ -103,6 +111,55 @@ def reconcile(
     step = None if outer is None else optax.sgd(*outer, nesterov=True)
     form = compressors.quantize(BITS[budget]) if form is None else form
     return synchronizers.reconcile(step, compressor=form)
+
+
+def rounded(form: compressors.Compressor, tree: Any) -> Any:
+    """The arrays as their receivers decode them."""
+    codec = form.codec
+    assert codec is not None
+    return codec.decode(codec.encode(tree), tree)
+
+
+def up_and_down(
+    up: compressors.Compressor, down: compressors.Compressor
+) -> compressors.Compressor:
+    """Contributions in one form, and their mean in another."""
+
+    def average(tree: Any, group: synchronizers.Group) -> compressors.Averaged:
+        sent = rounded(up, tree)
+        mean = group.mean(sent)
+        received = rounded(down, mean)
+        unsent = jax.tree.map(
+            lambda x, y, m, r: x - y + m - r, tree, sent, mean, received
+        )
+        return compressors.Averaged(received, unsent)
+
+    def payload(tree: Any) -> compressors.Payload:
+        of_both = up.payload(tree).averaged + down.payload(tree).averaged
+        return compressors.Payload(of_both // 2)
+
+    return compressors.Compressor(average, payload)
+
+
+def for_free(form: compressors.Compressor, bits: int = 2) -> compressors.Compressor:
+    """A form that costs what codes cost: a bound for what better codes may gain."""
+    return compressors.Compressor(form.average, compressors.quantize(bits).payload)
+
+
+def with_adam_rate(share: float, budget: float | None) -> rows.Method:
+    """Another learning rate for what AdamW trains, of `local_muon` or of Muon."""
+
+    def make(rate, steps, mesh):
+        more = dict(
+            momentum=rows.rising(steps),
+            adam_learning_rate=lambda step: share * rate(step),
+            **rows.matrices(mesh),
+        )
+        if budget is None:
+            return cd.presets.synchronous_muon(rate, **more)
+        return cd.local_muon(rate, budget=budget, **more)
+
+    return make
 
 
 def gradients_in_two_bits(momentum: Callable[[int], Any]) -> rows.Method:
@@ -139,6 +196,30 @@ IDEAS["`local_muon`", 0.003] |= {
     "4 bits, outer step 1.0, 0.2": local_muon(
         0.003, (1.0, 0.2), compressors.quantize(4)
     ),
+}
+for _budget in (0.01, 0.003):
+    IDEAS["`local_muon`", _budget] |= {
+        "syncs by the root of the rate": spaced(_budget, 1, True),
+        "4 fragments in turn": spaced(_budget, 4, False),
+        "both": spaced(_budget, 4, True),
+    }
+_TWO, _FOUR = compressors.quantize(2), compressors.quantize(4)
+IDEAS["`local_muon`", 0.01] |= {
+    idea: local_muon(0.01, form=form)
+    for idea, form in {
+        "4 bits up, 2 down": up_and_down(_FOUR, _TWO),
+        "2 bits up, 4 down": up_and_down(_TWO, _FOUR),
+        "exact, for as many bytes": for_free(compressors.exact()),
+    }.items()
+}
+for _budget in (0.01, 0.03):
+    IDEAS["`local_muon`", _budget] |= {
+        f"AdamW's rate times {share}": with_adam_rate(share, _budget)
+        for share in (0.25, 0.5, 2)
+    }
+IDEAS["Muon", 1.0] = {
+    f"AdamW's rate times {share}": with_adam_rate(share, None)
+    for share in (0.25, 0.5, 2)
 }
 IDEAS["gradients in 2 bits", 0.07] = {
     "a momentum from 0.8 to 0.95": gradients_in_two_bits(rows.rising),
