@@ -25,12 +25,14 @@ import rows
 import study
 import table
 
+FOUR_BITS = f"{curve.FEW_BITS}, 14.0% of the bytes, {curve.RISING}"
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/results.md", "docs/choose-a-budget.md")
 PAGES += ("docs/from-adamw.md",)
 SYNCHRONOUS = {
     rows.BEST_MUON: "Muon, momentum rising from 0.8 to 0.95",
     rows.MUON: "Muon, momentum 0.95",
+    FOUR_BITS: "Muon, gradients in 4 bits",
     rows.TWO_BITS: "Muon, gradients in 2 bits",
     rows.DION: "Dion, full rank",
     rows.DION + ", rank 1/4": "Dion, rank 1/4",
@@ -48,7 +50,7 @@ LOCAL = {
     rows.MULOCO: "MuLoCo: float32, every 30 steps",
     rows.DILOCO: "DiLoCo: float32, every 30 steps",
 }
-FEW = (rows.BEST_MUON, rows.TWO_BITS, rows.ADAMW)
+FEW = (rows.BEST_MUON, FOUR_BITS, rows.TWO_BITS, rows.ADAMW)
 FEW += (THREE_PERCENT, rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
 
 
@@ -61,7 +63,8 @@ def signed(gaps: list[float]) -> str:
     """Mean and deviation of three seeds, of fewer the values, with their sign."""
     if len(gaps) < len(study.SEEDS):
         return ", ".join(f"{gap:+.1f}%" for gap in gaps)
-    return f"{statistics.fmean(gaps):+.1f} ± {statistics.stdev(gaps):.1f}%"
+    mean = round(statistics.fmean(gaps), 1) + 0.0  # no -0.0
+    return f"{mean:+.1f} ± {statistics.stdev(gaps):.1f}%"
 
 
 def study_lines(names: Mapping[str, str]) -> Iterator[list[str]]:
@@ -103,11 +106,20 @@ def budget_table() -> Iterator[str]:
         needed = statistics.fmean(curve_table.steps_needed(of))
         settings = f"{of.setting.removeprefix('momentum ')}, {of.rate:g}"
         budget = f"{of.form.budget:.1%}".replace(".0%", "%")
+        share = statistics.fmean(
+            table.share_of_bytes(run, study.STEPS) for run in of.rows.values()
+        )
+        syncs = statistics.fmean(run["syncs"] for run in of.rows.values())
+        steps = f"{study.STEPS / syncs:.2g}"
+        period = "step" if steps == "1" else f"{steps} steps"
         if (bits := curve.BITS[of.form.budget]) != 2:
             budget += f", `bits={bits}`"
-        lines.append([budget, signed(gaps), f"{needed:.1f}", settings])
+        cells = [percent(share), period, signed(gaps), f"{needed:.1f}", settings]
+        lines.append([budget, *cells])
     head = (
         "`budget`",
+        "bytes sent",
+        "a sync every",
         "loss above the best Muon",
         "steps for one",
         "momentum, learning rate",

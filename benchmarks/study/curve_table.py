@@ -8,6 +8,7 @@ replace one of the best synchronous Muon, which `cost_model.py` reads.
 `docs/pictures/make.py` draws the curve.
 """
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -157,11 +158,15 @@ def tuning_lines(results: study.Results) -> Iterator[list[str]]:
         base = adamw if form.name in OF_ADAMW else muon
         cells = []
         for run in form.tuning():
+            setting = run.method.removeprefix(form.method(""))
             if run in results:
                 loss = results[run]["loss"]
                 gap = f" ({loss / base['loss'] - 1:+.1%})" if base else ""
-                setting = run.method.removeprefix(form.method(""))
                 cells.append(f"{setting}, {run.rate:g}: {loss:.4f}{gap}")
+            longer = dataclasses.replace(run, steps=study.STEPS)
+            if longer in results:
+                loss = results[longer]["loss"]
+                cells[-1] += f", after {study.STEPS:,} steps {loss:.4f}"
         if cells:
             yield [form.name, f"{form.budget:.1%}", "; ".join(cells)]
 

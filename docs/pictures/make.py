@@ -166,8 +166,11 @@ LARGEST = 20.0  # percent; what lies above is written at the edge
 def curve_of_bytes() -> None:
     """Loss over the share of the bytes; AdamW has a panel once it has two shares."""
     found = curve_table.points(curve.read(), study.STEPS)
-    panels = [[of for of in found if of.form.name not in curve_table.OF_ADAMW]]
-    panels += [[of for of in found if of.form.name in curve_table.OF_ADAMW]]
+    of_muon = curve.LOCAL_MUON, curve.FEW_BITS
+    panels = [
+        [of for of in found if of.form.name in names]
+        for names in (of_muon, curve_table.OF_ADAMW)
+    ]
     panels = [panel for panel in panels if len(panel) > 1]
     figure, every = themed.subplots(300 * len(panels), len(panels))
     for axes, panel, against in zip(

@@ -114,6 +114,18 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
     assert {run.seed for run in results if run.steps != study.STEPS} == {3}
 
 
+def test_tuning_runs_of_all_steps_decide():
+    form = curve.FORMS[0]
+    losses = dict(zip(form.tuning(), (1.0, 1.1, 1.2, 1.3), strict=True))
+    first, second, *others = losses
+    results = {run: {"loss": loss} for run, loss in losses.items()}
+    assert form.tried_so_far(results) == [first, second, *others]
+    for run, loss in ((first, 0.9), (second, 0.8)):
+        results[dataclasses.replace(run, steps=study.STEPS)] = {"loss": loss}
+    assert form.tried_so_far(results) == [second, first, *others]
+    assert {run.rate for run in form.reported(results)} == {second.rate}
+
+
 def test_no_part_of_the_text_is_read_twice(corpus):
     batches = simulate.Batches(corpus, 0, SIZE)
     seen = np.concatenate([batches.of(step)[..., :-1].reshape(-1) for step in (0, 1)])
