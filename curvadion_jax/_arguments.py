@@ -63,10 +63,7 @@ def check_numbers(
                 limit = "" if below is None else f" and below {below}"
                 raise ValueError(f"{name} must be at least 0{limit}, got {value}.")
         elif callable(value) and not schedules:
-            raise TypeError(
-                f"{name} is a schedule, and must be a number. To change it in a run, "
-                f"pass {name} to optax.inject_hyperparams(...) around this function."
-            )
+            raise TypeError(f"{name} is a schedule. Give a number.")
         elif not callable(value) and not is_scalar:
             raise TypeError(
                 f"{name} must be a number or a schedule, got {value!r:.80}. YAML reads "

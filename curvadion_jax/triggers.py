@@ -326,7 +326,7 @@ def budget(
       after a restart, counting starts anew.
 
     Raises:
-      TypeError: if `rate` is traced.
+      TypeError: if `rate` is traced, or `ahead` or `behind` is no number.
       ValueError: if `rate`, `ahead` or `behind` is out of range, or `of` goes by the
         step number, such as `every_k`.
 

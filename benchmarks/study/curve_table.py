@@ -46,6 +46,7 @@ class Point(NamedTuple):
         form: Name and share of the bytes.
         setting, rate: Of the runs.
         best_of: Of how many tuning runs theirs is the best; 0 if it is not.
+        tried: Whether it is one of them.
         rows: The runs' results by seed.
     """
 
@@ -53,6 +54,7 @@ class Point(NamedTuple):
     setting: str
     rate: float
     best_of: int
+    tried: bool
     rows: Mapping[int, Mapping[str, Any]]
 
 
@@ -63,7 +65,8 @@ def point(form: Form, results: study.Results, steps: int) -> Point | None:
     with most seeds.
     """
     tried, found = form.tried_so_far(results), []
-    best = (tried[0].method, tried[0].rate) if len(tried) > 1 else None
+    all_tried = [(run.method, run.rate) for run in tried] if len(tried) > 1 else []
+    best = next(iter(all_tried), None)
     for setting, _ in form.tried:
         for rate in sorted({run.rate for run in results}):
             runs = [
@@ -71,8 +74,9 @@ def point(form: Form, results: study.Results, steps: int) -> Point | None:
             ]
             known = {run.seed: results[run] for run in runs if run in results}
             best_of = len(tried) if best == (form.method(setting), rate) else 0
+            is_tried = (form.method(setting), rate) in all_tried
             if known:
-                found.append(Point(form, setting, rate, best_of, known))
+                found.append(Point(form, setting, rate, best_of, is_tried, known))
     return max(found, key=_preference, default=None)
 
 
@@ -83,7 +87,9 @@ def _preference(of: Point) -> tuple[int, int, float]:
 
 def recipe(of: Point) -> str:
     """Its setting and learning rate, and how they were chosen."""
-    chosen = f"best of {of.best_of}" if of.best_of else "not tuned"
+    chosen = "one of those tried" if of.tried else "not tuned"
+    if of.best_of:
+        chosen = f"best of {of.best_of}"
     return f"{of.setting}, {of.rate:g} ({chosen})"
 
 

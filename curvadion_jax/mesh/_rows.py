@@ -151,11 +151,6 @@ def check_common(arguments: dict[str, Any], mesh: Replicas) -> None:
     It warns of random keys, and where arrays look like rows and nobody knows.
     """
     for name, argument in arguments.items():
-        if any(map(callable, jax.tree.leaves(argument))):
-            raise TypeError(
-                f"Argument {name!r} is a function, and what it closes over would be "
-                "the same for all replicas. Pass arrays."
-            )
         if any(has_rows(x) for x in jax.tree.leaves(argument)):
             raise ValueError(
                 f"Argument {name!r} has a row for each replica, and every replica is "

@@ -41,7 +41,8 @@ def map(function: Callable[..., Any], mesh: Replicas) -> Callable[..., Any]:
       ``map(functools.partial(function, train=True), mesh)``. Results are rows.
 
     Raises:
-      ValueError: if an argument has no row for each replica; if the function uses
+      ValueError: if an argument has no row for each replica; if the function takes or
+        returns the state of an optimizer of this library; if it uses
         traced values, or rows, that are not its arguments, such as a batch from
         outside, of which every replica would take all; if it communicates over the
         replica axis; or if the result is differentiated. Differentiate inside,

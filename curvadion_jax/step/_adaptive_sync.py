@@ -97,7 +97,7 @@ def adaptive_sync(
       TypeError: if `mesh` is no mesh, or `inner`, `trigger`, `synchronizer` or `before`
         is not what a call of theirs returns; at `init`, if a parameter is no real
         floating-point number of at least 16 bits; at `update`, if an extra argument
-        is a function.
+        is a function and there is a mesh.
       ValueError: at `init`, if the inner optimizer keeps a copy of the parameters, or
         the replicas' parameters differ (not under jit, where nobody knows: with
         `reconcile` they then meet at the first sync); at `update`, if `params` is
@@ -140,6 +140,16 @@ def adaptive_sync(
     )
     init, update = optimizer.init, optimizer.update
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_functions(arguments: dict[str, Any]) -> None:
+    """Refuses what would give each replica the rows that a function closes over."""
+    for name, argument in arguments.items():
+        if any(map(callable, jax.tree.leaves(argument))):
+            raise TypeError(
+                f"Extra argument {name!r} is a function, and what it closes over would "
+                "be the same for all replicas. Pass arrays."
+            )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,9 +263,11 @@ class _AdaptiveSync:
         _sync_state.check_state(state)
         if self.reconciles:
             of_one = _shapes_of_one(params, self.mesh)
-            _sync_state.check_anchor(state.common.anchor, of_one)
+            _sync_state.check_like_params(state.common.anchor, of_one)
         _rows.check_rows(state.rows, self.mesh, "State")
         _rows.check_common(extra_args, self.mesh)
+        if self.mesh is not None:
+            _refuse_functions(extra_args)
         layout = make_layout(self.mesh, self.specs, params)
         weight = _group.checked_weight(weight, state.counters.value)
         run = functools.partial(self._update, layout=layout)
@@ -265,13 +277,18 @@ class _AdaptiveSync:
             auto_axes: Any = jax.sharding.auto_axes
             run = auto_axes(run, axes=axes, out_sharding=results)
         try:
-            return run(updates, state, params, weight, extra_args)
+            updates, state = run(updates, state, params, weight, extra_args)
         except (AttributeError, TypeError, ValueError) as error:
             # Most often the state of another optimizer, of which JAX says little.
-            initial = functools.partial(self._initial_state, layout=layout, unseen=True)
-            if note := _sync_state.unlike_initial(state, initial, params):
-                error.add_note(note)
+            if not _rows.explicit_axes(self.mesh):
+                initial = functools.partial(
+                    self._initial_state, layout=layout, unseen=True
+                )
+                if note := _sync_state.unlike_initial(state, initial, params):
+                    error.add_note(note)
             raise
+        _sync_state.check_like_params(updates, params)  # a state may be broadcast, too
+        return updates, state
 
     def _update(self, gradients, state, params, weight, extra_args, *, layout):
         common: Common = state.common

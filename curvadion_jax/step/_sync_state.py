@@ -82,9 +82,12 @@ def check_state(state: Any) -> None:
         )
 
 
-def check_anchor(anchor: Any, params: Any) -> None:
-    """Rejects the state of other parameters, which might be broadcast silently."""
-    if change := _first_change(anchor, params):
+def check_like_params(tree: Any, params: Any) -> None:
+    """Rejects the state of other parameters, which might be broadcast silently.
+
+    `tree` is what has to be like them: an anchor, or updates.
+    """
+    if change := _first_change(tree, params):
         raise ValueError(
             f"The state is of other parameters or another optimizer: {change} now. "
             "Call init for these."
@@ -106,10 +109,17 @@ def unlike_initial(
     )
 
 
+def _described(x: Any) -> str:
+    """An array's dtype and shape, or the type of what is none."""
+    if not hasattr(x, "dtype"):
+        return type(x).__name__
+    return f"{x.dtype}{list(x.shape)}"
+
+
 def _first_change(old: Any, new: Any) -> str:
     """The first array whose dtype or shape is another one, or that one tree lacks."""
     was, now = (
-        {path: f"{x.dtype}{list(x.shape)}" for path, x in _trees.leaves_with_path(tree)}
+        {path: _described(x) for path, x in _trees.leaves_with_path(tree)}
         for tree in (old, new)
     )
     for path in [*was, *now]:

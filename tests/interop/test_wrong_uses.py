@@ -71,6 +71,7 @@ COMPLEX = changed("bias", jnp.ones(5, "complex64"))
 EIGHT_BITS = changed("tall/kernel", jnp.ones((6, 4), jnp.float8_e4m3fn))
 HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
 SHORT = changed("bias", jnp.ones(1))
+AVERAGE = synchronizers.average_gradients()
 QUANTIZED = synchronizers.reconcile(compressor=cd.compressors.quantize(2))
 # Of an optimizer of one replica, copied to two.
 STATES = jax.tree.map(lambda x: jnp.stack([x, x]), synced().init(PARAMS))
@@ -210,13 +211,13 @@ CASES = {
         lambda: jax.eval_shape(
             synced(optax.adamw(0.1)).update, PARAMS, init(synced()), PARAMS
         ),
-        *(Exception, "The state is another optimizer's: .*Give what this"),
+        *(ValueError, "The state is another optimizer's: .*Give what this"),
     ),
     "state of another compressor": (
         lambda: jax.eval_shape(
             synced(synchronizer=QUANTIZED).update, PARAMS, init(synced()), PARAMS
         ),
-        *(Exception, "residual.* is missing, and float32.* in this one's"),
+        *(ValueError, "residual.* is missing, and float32.* in this one's"),
     ),
     # Parts that are none.
     "trigger that is not called": (
@@ -241,11 +242,21 @@ CASES = {
     ),
     "schedule where Optax takes none": (
         lambda: cd.presets.diloco(0.1, outer_momentum=lambda step: 0.9),
-        *(TypeError, "outer_momentum is a schedule, and must be a number"),
+        *(TypeError, r"outer_momentum is a schedule\. Give a number"),
     ),
     "function for an extra argument": (
         lambda: update(synced(mesh=SIMULATED), ROWS, ROWS, value_fn=loss),
         *(TypeError, "'value_fn' is a function"),
+    ),
+    "state that would be broadcast by an optimizer without an anchor": (
+        lambda: update(
+            synced(optax.adam(0.1), synchronizer=AVERAGE), SHORT, SHORT, PARAMS
+        ),
+        *(ValueError, r"bias is float32\[5\], and float32\[1\] now. Call init"),
+    ),
+    "no value for an inner optimizer that needs one": (
+        lambda: update(synced(optax.contrib.reduce_on_plateau())),
+        *(TypeError, "missing 1 required keyword-only argument: 'value'"),
     ),
     # Parts that do not go together.
     "RMMC without a momentum": (
