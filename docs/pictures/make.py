@@ -197,16 +197,17 @@ def curve_of_bytes() -> None:
             for share, gaps in lines:
                 _seeds(axes, share, gaps, color)
                 largest = max(largest, *gaps)
-            ours = color == BLUE  # below its line; the other one has a point alone
-            middle = (len(lines) - 1) // 2 if ours else 0
+            # Below its line where another one is above it.
+            is_below = color == BLUE and len(names) > 1
+            middle = (len(lines) - 1) // 2 if color == BLUE else len(lines) - 1
             axes.annotate(
                 name.replace("`", ""),
                 (lines[middle][0], means[middle]),
-                xytext=(-10, -14) if ours else (10, 2),
-                ha="right" if ours else "left",
+                xytext=(-10, -14) if is_below else (10, 2),
+                ha="right" if is_below else "left",
                 textcoords="offset points",
                 color=color,
-                weight="bold" if ours else "normal",
+                weight="bold" if color == BLUE else "normal",
             )
         axes.set_xscale("log")
         axes.set(xlim=(0.12, 160), ylim=(-3, largest + 1.5))
