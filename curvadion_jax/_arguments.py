@@ -48,7 +48,7 @@ def check_numbers(
 ) -> None:
     """Rejects what is no number, and numbers that are negative, NaN or too large.
 
-    A schedule is none where Optax takes no `schedules`.
+    With ``schedules=False`` a schedule is rejected too.
     """
     for name, value in values.items():
         if isinstance(value, optax.GradientTransformation):

@@ -109,18 +109,31 @@ def check_gradients(gradients: Any, params: Any) -> None:
 
 def check_shapes(gradients: Any, expected: Any) -> None:
     """Rejects gradients of other names or shapes, which might be broadcast silently."""
+    if change := first_change(expected, gradients, jnp.shape):
+        path, wanted, shape = change
+        raise ValueError(
+            f"Gradient {path!r} is {shape}, expected {wanted}. Pass gradients and "
+            "state of these parameters."
+        )
+
+
+def first_change(
+    old: Any, new: Any, describe: Callable[[Any], Any]
+) -> tuple[str, Any, Any] | None:
+    """The first path of which two trees have other leaves: path, old and new one.
+
+    A leaf is what `describe` says of it, or "missing".
+    """
     # By names, because not every class of pytree nodes can be compared.
-    found, wanted = (
-        {name: jnp.shape(x) for name, x in leaves_with_path(each)}
-        for each in (gradients, expected)
+    was, now = (
+        {path: describe(leaf) for path, leaf in leaves_with_path(tree)}
+        for tree in (old, new)
     )
-    for name in [*wanted, *found]:
-        shape, other = (shapes.get(name, "missing") for shapes in (found, wanted))
-        if shape != other:
-            raise ValueError(
-                f"Gradient {name!r} is {shape}, expected {other}. Pass gradients and "
-                "state of these parameters."
-            )
+    for path in [*was, *now]:
+        before, after = (leaves.get(path, "missing") for leaves in (was, now))
+        if before != after:
+            return path, before, after
+    return None
 
 
 def is_key(x: Any) -> bool:

@@ -87,10 +87,11 @@ def check_like_params(tree: Any, params: Any) -> None:
 
     `tree` is what has to be like them: an anchor, or updates.
     """
-    if change := _first_change(tree, params):
+    if change := _trees.first_change(tree, params, _described):
+        path, was, now = change
         raise ValueError(
-            f"The state is of other parameters or another optimizer: {change} now. "
-            "Call init for these."
+            f"The state is of other parameters or another optimizer: {path} is {was}, "
+            f"and {now} now. Call init for these."
         )
 
 
@@ -100,12 +101,14 @@ def unlike_initial(
     params: Any,
 ) -> str:
     """What to say of a state that is not like what `initial` makes of parameters."""
-    change = _first_change(state, jax.eval_shape(initial, params))
+    expected = jax.eval_shape(initial, params)
+    change = _trees.first_change(state, expected, _described)
     if not change:
         return ""
+    path, was, now = change
     return (
-        f"The state is another optimizer's: {change} in this one's. Give what this "
-        "optimizer's init returned."
+        f"The state is another optimizer's: {path} is {was}, and {now} in this one's. "
+        "Give what this optimizer's init returned."
     )
 
 
@@ -114,19 +117,6 @@ def _described(x: Any) -> str:
     if not hasattr(x, "dtype"):
         return type(x).__name__
     return f"{x.dtype}{list(x.shape)}"
-
-
-def _first_change(old: Any, new: Any) -> str:
-    """The first array whose dtype or shape is another one, or that one tree lacks."""
-    was, now = (
-        {path: _described(x) for path, x in _trees.leaves_with_path(tree)}
-        for tree in (old, new)
-    )
-    for path in [*was, *now]:
-        before, after = (arrays.get(path, "missing") for arrays in (was, now))
-        if before != after:
-            return f"{path} is {before}, and {after}"
-    return ""
 
 
 def placed(
