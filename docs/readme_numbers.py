@@ -63,8 +63,7 @@ def signed(gaps: list[float]) -> str:
     """Mean and deviation of three seeds, of fewer the values, with their sign."""
     if len(gaps) < len(study.SEEDS):
         return ", ".join(f"{gap:+.1f}%" for gap in gaps)
-    mean = round(statistics.fmean(gaps), 1) + 0.0  # no -0.0
-    return f"{mean:+.1f} ± {statistics.stdev(gaps):.1f}%"
+    return f"{statistics.fmean(gaps):+z.1f} ± {statistics.stdev(gaps):.1f}%"
 
 
 def study_lines(names: Mapping[str, str]) -> Iterator[list[str]]:

@@ -119,20 +119,6 @@ def spaced_local_muon(
     )
 
 
-def local_muon_of_readme(
-    budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
-) -> optax.GradientTransformationExtraArgs:
-    """With the README's clipping, and AdamW's learning rate in its proportion."""
-    return cd.local_muon(
-        rate,
-        budget=budget,
-        adam_learning_rate=lambda step: rate(step) * (0.003 / 0.02),
-        momentum=momentum(setting, steps),
-        before=optax.clip_by_global_norm(1.0),
-        **rows.matrices(mesh),
-    )
-
-
 Make = Callable[[float, str, optax.Schedule, int, Any], Any]
 Tried = tuple[tuple[str, tuple[float, ...]], ...]
 
@@ -192,7 +178,6 @@ class Form(NamedTuple):
 
 
 LOCAL_MUON, FEW_BITS = "`local_muon`", "Muon in few bits"
-OF_README = LOCAL_MUON + " of the quick start"
 BY_RATE = LOCAL_MUON + ", syncs by the rate"
 IN_FRAGMENTS = BY_RATE + ", in 4 fragments"
 LOCAL_ADAMW, DILOCO = "AdamW with local steps", "DiLoCo in 2 bits"
@@ -215,7 +200,6 @@ FORMS = (
 # One setting and learning rate: not tuned.
 UNTUNED = (
     Form(LOCAL_MUON, 0.001, local_muon, ((CONSTANT, (0.04,)),)),
-    Form(OF_README, 0.03, local_muon_of_readme, ((RISING, (0.02,)),)),
     *(
         Form(name, 0.01, functools.partial(spaced_local_muon, n), ((RISING, (0.04,)),))
         for name, n in ((BY_RATE, 1), (IN_FRAGMENTS, 4))

@@ -219,6 +219,7 @@ def _muon_at_another_rate(results: study.Results) -> str:
         f"{row['loss'] / known[run.seed]['loss'] - 1:+.1%} (seed {run.seed})"
         for run, row in sorted(results.items(), key=lambda each: each[0].seed)
         if (run.method, run.rate, run.steps) == (rows.BEST_MUON, 0.04, study.STEPS)
+        and run.seed in known
     ]
     changed = ", ".join(changes)
     return f"**With 0.04 in place of 0.08 the best Muon itself ends {changed}.**"

@@ -141,9 +141,9 @@ def up_and_down(
     return compressors.Compressor(average, payload)
 
 
-def for_free(form: compressors.Compressor, bits: int = 2) -> compressors.Compressor:
-    """A form that costs what codes cost: a bound for what better codes may gain."""
-    return compressors.Compressor(form.average, compressors.quantize(bits).payload)
+def for_free(form: compressors.Compressor) -> compressors.Compressor:
+    """A form at the price of 2 bits: a bound for what better codes may gain."""
+    return compressors.Compressor(form.average, compressors.quantize(2).payload)
 
 
 def with_adam_rate(share: float, budget: float | None) -> rows.Method:

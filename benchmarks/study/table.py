@@ -58,7 +58,7 @@ def spread(numbers: Sequence[float], digits: int = 2, unit: str = "") -> str:
     """
     if not numbers:
         return ""
-    mean = f"{round(statistics.fmean(numbers), digits) + 0.0:.{digits}f}"  # no -0.0
+    mean = f"{statistics.fmean(numbers):z.{digits}f}"
     if len(numbers) > 1:
         mean += f" ± {statistics.stdev(numbers):.{digits}f}"
     return mean + unit
