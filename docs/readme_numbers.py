@@ -111,8 +111,6 @@ def budget_table() -> Iterator[str]:
         syncs = statistics.fmean(run["syncs"] for run in of.rows.values())
         steps = f"{study.STEPS / syncs:.2g}"
         period = "step" if steps == "1" else f"{steps} steps"
-        if (bits := curve.BITS[of.form.budget]) != 2:
-            budget += f", `bits={bits}`"
         cells = [percent(share), period, signed(gaps), f"{needed:.1f}", settings]
         lines.append([budget, *cells])
     head = (

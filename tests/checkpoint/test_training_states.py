@@ -19,7 +19,7 @@ REPLICAS, SAVED, STEPS = 2, 3, 6
 MESH = cd.replicas.make_mesh(REPLICAS)
 X = np.random.default_rng(0).normal(size=(STEPS, 8, 6)).astype(np.float32)
 METHODS: dict[str, Any] = {
-    "local_muon": lambda: cd.local_muon(0.02, budget=0.2, mesh=MESH),
+    "local_muon": lambda: cd.local_muon(0.02, budget=0.2, bits=2, mesh=MESH),
     "curvadion": lambda: cd.curvadion(0.02, budget=0.5, rank=2, mesh=MESH),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.02, rank=2, mesh=MESH),
     "MultiSteps": lambda: optax.MultiSteps(

@@ -37,7 +37,7 @@ def with_every_part(**where):
 
 # The number of the step decides.
 SCHEDULED = {
-    "local_muon": functools.partial(cd.local_muon, 0.1, budget=0.2),
+    "local_muon": functools.partial(cd.local_muon, 0.1, budget=0.2, bits=2),
     "local_sgd": functools.partial(cd.presets.local_sgd, 0.1, k=3),
     "diloco": functools.partial(cd.presets.diloco, 0.1, k=3),
     "muloco": functools.partial(cd.presets.muloco, 0.1, k=3),

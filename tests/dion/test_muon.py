@@ -144,10 +144,23 @@ def test_matrices_of_one_shape_are_iterated_on_together():
 
 
 @pytest.mark.parametrize(
-    ("make", "budget"), [("local_muon", 0.03), ("curvadion", 0.01)]
+    ("make", "given", "meant", "other"),
+    [
+        ("local_muon", {}, {"budget": 0.03}, {"budget": 0.02}),
+        ("curvadion", {}, {"budget": 0.01}, {"budget": 0.02}),
+        ("local_muon", {"budget": 0.12}, {"bits": 2}, {"bits": 4}),
+        ("local_muon", {"budget": 0.13}, {"bits": 4}, {"bits": 2}),
+        (
+            "local_muon",
+            {"trigger": triggers.evenly(0.14)},
+            {"trigger": triggers.evenly(0.14), "bits": 2},
+            {"bits": 4},
+        ),
+    ],
+    ids=["local_muon", "curvadion", "2 bits", "4 bits", "own trigger"],
 )
-def test_the_default_budget(make, budget):
-    """Its program is that of the number, and no other's."""
+def test_default_budget_and_bits(make, given, meant, other):
+    """The program is that of the numbers which are meant, and no other's."""
     mesh = cd.replicas.simulated(2)
     params = cd.replicas.replicate({"kernel": np.ones((8, 8))}, mesh)
 
@@ -155,7 +168,7 @@ def test_the_default_budget(make, budget):
         tx = getattr(cd, make)(0.1, mesh=mesh, **options)
         return jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
 
-    assert program() == program(budget=budget) != program(budget=0.02)
+    assert program(**given) == program(**given | meant) != program(**given | other)
 
 
 def divided(specs, axis_type):

@@ -172,7 +172,7 @@ ORDINARY = {
         mesh=mesh, compressor=compressors.quantize(2), outer=optax.sgd(0.7, 0.9)
     ),
     "curvadion": lambda mesh: cd.curvadion(0.02, budget=0.3, mesh=mesh),
-    "local_muon": lambda mesh: cd.local_muon(0.02, budget=0.3, mesh=mesh),
+    "local_muon": lambda mesh: cd.local_muon(0.02, budget=0.3, bits=2, mesh=mesh),
     "paper": lambda mesh: cd.presets.paper(0.02, threshold=0.5, mesh=mesh),
     "MultiSteps": lambda mesh: optax.MultiSteps(
         reconciling(mesh=mesh), 2

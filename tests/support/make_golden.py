@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
     "curvadion-budget": lambda: cd.curvadion(0.1, rank=0.5, budget=0.5, mesh=MESH),
     "dion-evenly": dion_evenly,
-    "local_muon": lambda: cd.local_muon(0.1, budget=0.25, mesh=MESH),
+    "local_muon": lambda: cd.local_muon(0.1, budget=0.25, bits=2, mesh=MESH),
     "synchronous_adamw": lambda: cd.presets.synchronous_adamw(0.1, mesh=MESH),
     "synchronous_muon": lambda: cd.presets.synchronous_muon(0.05, mesh=MESH),
     "synchronous_dion": lambda: cd.presets.synchronous_dion(0.1, rank=0.5, mesh=MESH),
