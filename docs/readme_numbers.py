@@ -147,7 +147,7 @@ def adamw_table() -> Iterator[str]:
                 [results[best]],
             )
             setting, rate = best.method.removeprefix(form.method("")), best.rate
-            steps = f"{study.QUARTER}, seed {curve.TUNING_SEED}, {len(tried)} tried"
+            steps = f"{study.QUARTER}, seed {study.TUNING_SEED}, {len(tried)} tried"
         else:
             continue
         length = study.STEPS if of else study.QUARTER

@@ -258,7 +258,7 @@ def document(results: study.Results) -> str:
         "counts like the others.\n\n" + "\n".join(first)
     )
     tuning = measuring.markdown(("method", "budget", "losses"), tuning_lines(results))
-    seed, quarter = curve.TUNING_SEED, study.QUARTER
+    seed, quarter = study.TUNING_SEED, study.QUARTER
     parts.append(
         f"## Tuning\n\nSeed {seed}, {quarter} steps; in brackets above the reference "
         "on that seed.\n\n" + "\n".join(tuning)

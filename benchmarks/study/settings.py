@@ -27,7 +27,6 @@ import curvadion_jax as cd
 from curvadion_jax import presets
 
 FILE = study.RESULTS / "settings.jsonl"
-SEED = 3
 # What is compared with, the study's settings but for the momentum, and what is changed,
 # one at a time. The learning rate of the other parameters is a multiple of the
 # matrices'.
@@ -66,7 +65,7 @@ def train() -> None:
         if any(task.items() <= row.items() for row in study.rows_of(FILE)):
             continue
         rows.METHODS[method] = functools.partial(optimizer, method, settings)
-        run = Run(method, METHODS[method], SEED, study.QUARTER)
+        run = Run(method, METHODS[method], study.TUNING_SEED, study.QUARTER)
         study.train_into(FILE, run, task)
 
 

@@ -5,8 +5,10 @@
     python benchmarks/study/table.py                # the tables
 
 Each method takes the best of four learning rates at a quarter of the steps on one
-seed; where the best is at an edge, the next one is tried too. Then all methods train a
-quarter of the steps and all of them, on three seeds. A line for each run goes to
+seed; where the best is at an edge, the next one is tried too. The methods that others
+are compared with then choose between two after all steps, on a seed that no table
+reports. Then all methods train a quarter of the steps and all of them, on three seeds.
+A line for each run goes to
 `results/runs.jsonl` beside this file; what is there is not trained again, and what was
 stopped goes on: stop the command whenever you like.
 """
@@ -31,11 +33,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import corpus
 import jax
-from rows import METHODS, RATES, SAME_RATE
+from rows import ALL_STEPS_TOO, METHODS, RATES, SAME_RATE
 from simulate import Run, Size, simulate
 
 STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
 SEEDS = (0, 1, 2)
+TUNING_SEED = 3  # no table reports it
 RESULTS = Path(__file__).with_name("results")
 FILE = RESULTS / "runs.jsonl"
 
@@ -77,9 +80,22 @@ def losses_by_rate(results: Results, method: str) -> dict[float, float]:
 
 def best_rate(results: Results, method: str) -> float | None:
     """The learning rate at which a method ended lowest; None while more is to try."""
-    method = SAME_RATE.get(method, method)
-    losses = losses_by_rate(results, method)
-    return None if rates_to_try(losses, method) else min(losses, key=losses.__getitem__)
+    related = SAME_RATE.get(method, method)
+    losses = losses_by_rate(results, related)
+    if rates_to_try(losses, related):
+        return None
+    early = min(losses, key=losses.__getitem__)
+    deciding = deciding_runs(method, early)
+    if not all(run in results for run in deciding):
+        return early
+    losses = {run.rate: results[run]["loss"] for run in deciding}
+    return min(losses, key=losses.__getitem__)
+
+
+def deciding_runs(method: str, early: float) -> list[Run]:
+    """Those of all steps between the best rate of a quarter of them and others."""
+    rates = dict.fromkeys((early, *ALL_STEPS_TOO.get(method, ())))
+    return [Run(method, rate, TUNING_SEED, STEPS) for rate in rates]
 
 
 def rates_to_try(losses: dict[float, float], method: str) -> list[float]:
@@ -105,6 +121,12 @@ def plan(results: Results) -> list[Run]:
         for rate in rates_to_try(losses_by_rate(results, method), method)
     ]
     rates = {method: best_rate(results, method) for method in METHODS}
+    deciding = [
+        run
+        for method in ALL_STEPS_TOO
+        for run in deciding_runs(method, rates[method] or 0.0)
+        if run not in results
+    ]
     table = [
         Run(method, rate, seed, steps)
         for seed in SEEDS
@@ -112,7 +134,7 @@ def plan(results: Results) -> list[Run]:
         for method, rate in rates.items()
         if rate is not None
     ]
-    return grid or [run for run in table if run not in results]
+    return grid or deciding or [run for run in table if run not in results]
 
 
 def folder_of(run: Run) -> Path:

@@ -19,6 +19,7 @@ import measuring
 import study
 from rows import (
     ADAMW,
+    ALL_STEPS_TOO,
     BEST_MUON,
     CURVADION,
     DILOCO,
@@ -177,13 +178,23 @@ def headline(results: study.Results) -> str:
 
 def rates(results: study.Results) -> str:
     """Loss by learning rate, from which each method took its own."""
-    lines = []
-    for method in study.RATES:
-        losses = sorted(study.losses_by_rate(results, method).items())
-        if not losses:
-            continue
-        cells = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses)
-        lines.append([method, cells])
+    steps = study.STEPS
+    longer = {
+        f"{method}, {steps:,} steps, seed {study.TUNING_SEED}": {
+            run.rate: row["loss"]
+            for run, row in results.items()
+            if (run.method, run.seed, run.steps) == (method, study.TUNING_SEED, steps)
+        }
+        for method in ALL_STEPS_TOO
+    }
+    of_quarter = {
+        method: study.losses_by_rate(results, method) for method in study.RATES
+    }
+    lines = [
+        [name, ", ".join(f"{rate:g}: {losses[rate]:.4f}" for rate in sorted(losses))]
+        for name, losses in (of_quarter | longer).items()
+        if losses
+    ]
     return "\n".join(measuring.markdown(["method", "loss by learning rate"], lines))
 
 
@@ -208,7 +219,11 @@ def document(results: study.Results) -> str:
     for steps in (study.STEPS, study.QUARTER):
         if by_seed(results, MUON, steps):
             parts.append(f"## {steps:,} steps\n\n{table(results, steps)}")
-    text = f"## Learning rates\n\nOne seed, {study.QUARTER} steps.\n\n{rates(results)}"
+    text = (
+        f"## Learning rates\n\nSeed 0, {study.QUARTER} steps, unless it says "
+        "otherwise. Where all steps were trained too, they decide. A method that is "
+        f"not here has the related one's.\n\n{rates(results)}"
+    )
     return "\n\n".join([*parts, text]) + "\n"
 
 

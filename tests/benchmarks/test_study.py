@@ -63,7 +63,8 @@ def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
             results[run] = {"loss": abs(np.log(run.rate / best))}
     grid, total = len(study.RATES), len(rows.METHODS) * len(study.SEEDS) * 2
     # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
-    assert counted == [4 * grid, grid, grid, total - grid]
+    deciding = 2 * len(rows.ALL_STEPS_TOO)
+    assert counted == [4 * grid, grid, grid, deciding, total - grid]
     assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.32
 
 
@@ -98,7 +99,8 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
     while runs := curve.plan(results):
         run = runs[0]
         wins = curve.CONSTANT in run.method or curve.NESTEROV in run.method
-        results[run] = {"loss": 1.0 - 0.1 * wins - run.rate, "date": "", "bytes": 1}
+        loss = 2.0 - 0.5 * wins - 5 * run.rate  # apart by more than curve.CLOSE
+        results[run] = {"loss": loss, "date": "", "bytes": 1}
     for form in curve.FORMS:
         setting, rates = form.tried[-1]
         rate = max(rates)
@@ -109,19 +111,20 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
         point = curve_table.point(form, results, study.STEPS)
         assert point.best_of == len(form.tuning())
     longer = [run for run in results if run.steps == study.STEPS]
+    forms = len(curve.FORMS) + len(curve.UNTUNED)
     # Seed 0 of two forms was trained before the last settings of theirs were.
-    assert len(longer) == len(curve.FORMS) * len(study.SEEDS) + 2
+    assert len(longer) == forms * len(study.SEEDS) + 2
     assert {run.seed for run in results if run.steps != study.STEPS} == {3}
 
 
 def test_tuning_runs_of_all_steps_decide():
     form = curve.FORMS[0]
-    losses = dict(zip(form.tuning(), (1.0, 1.1, 1.2, 1.3), strict=True))
+    losses = dict(zip(form.tuning(), (1.0, 1.019, 1.021, 1.3), strict=True))
     first, second, *others = losses
     results = {run: {"loss": loss} for run, loss in losses.items()}
     assert form.tried_so_far(results) == [first, second, *others]
-    for run, loss in ((first, 0.9), (second, 0.8)):
-        results[dataclasses.replace(run, steps=study.STEPS)] = {"loss": loss}
+    for run, loss in zip(form.deciding(results), (0.9, 0.8), strict=True):
+        results[run] = {"loss": loss}
     assert form.tried_so_far(results) == [second, first, *others]
     assert {run.rate for run in form.reported(results)} == {second.rate}
 
