@@ -38,11 +38,15 @@ SYNCHRONOUS = {
     rows.DION + ", rank 1/4": "Dion, rank 1/4",
     rows.ADAMW: "AdamW",
 }
-# The default of `local_muon`, whose momentum rises there.
-THREE_PERCENT = f"{curve.LOCAL_MUON}, 3.0% of the bytes, {curve.RISING}"
+# Its momentum rises there.
+THREE_PERCENT, ONE_PERCENT = (
+    f"{curve.LOCAL_MUON}, {share:.1%} of the bytes, {curve.RISING}"
+    for share in (0.03, 0.01)
+)
 LOCAL = {
-    THREE_PERCENT: "**`local_muon(budget=0.03)`**, rising momentum",
-    rows.LOCAL_MUON: "**`local_muon(budget=0.01)`**",
+    THREE_PERCENT: "**`local_muon(budget=0.03)`**",
+    ONE_PERCENT: "**`local_muon(budget=0.01)`**",
+    rows.LOCAL_MUON: "the same, momentum 0.9, rate 0.04",
     rows.MULOCO + ", 2 bits": "MuLoCo, 2 bits",
     rows.CURVADION: "`curvadion`, budget 0.01",
     rows.THRESHOLD: "`curvadion`, threshold 0.3",
@@ -51,7 +55,7 @@ LOCAL = {
     rows.DILOCO: "DiLoCo: float32, every 30 steps",
 }
 FEW = (rows.BEST_MUON, FOUR_BITS, rows.TWO_BITS, rows.ADAMW)
-FEW += (THREE_PERCENT, rows.LOCAL_MUON, rows.MULOCO + ", 2 bits", rows.CURVADION)
+FEW += (THREE_PERCENT, ONE_PERCENT, rows.MULOCO + ", 2 bits", rows.CURVADION)
 
 
 def percent(share: float) -> str:
@@ -193,13 +197,20 @@ def print_numbers() -> None:
         return table.by_seed(results, method, steps)
 
     short, best = runs(rows.BEST_MUON, study.QUARTER), runs(rows.BEST_MUON)
-    local = runs(rows.LOCAL_MUON)
     adamw, muloco = runs(rows.ADAMW), runs(rows.MULOCO + ", 2 bits")
-    print("local_muon above AdamW:", spread(table.above(local, adamw)), "%")
-    print("MuLoCo in 2 bits above local_muon:", spread(table.above(muloco, local)), "%")
-    for steps in (study.QUARTER, study.STEPS):
-        gaps = table.above(runs(rows.TWO_BITS, steps), runs(rows.LOCAL_MUON, steps))
-        print(f"Muon in 2 bits above local_muon, {steps} steps:", spread(gaps), "%")
+    by_share = {
+        of.form.budget: of.rows
+        for of in curve_table.points(curve.read(), study.STEPS)
+        if of.form.name == curve.LOCAL_MUON
+    }
+    for share in (0.03, 0.01):
+        name, local = f"local_muon at {share:.0%}", by_share[share]
+        print(f"{name} above AdamW:", spread(table.above(local, adamw)), "%")
+        gaps = table.above(runs(rows.TWO_BITS), local)
+        print(f"Muon in 2 bits above {name}:", spread(gaps), "%")
+    local = runs(rows.LOCAL_MUON)
+    gaps = table.above(muloco, local)
+    print("MuLoCo in 2 bits above local_muon with momentum 0.9:", spread(gaps), "%")
     for name in (rows.LOCAL_MUON, rows.TWO_BITS):
         needed = [
             1 / table.steps_to(run["loss"], short[seed]["loss"], best[seed]["loss"])
@@ -217,14 +228,9 @@ def print_numbers() -> None:
         for steps in (study.QUARTER, study.STEPS):
             gaps = table.above(runs(name + rows.RISING, steps), runs(name, steps))
             print(f"  {name}, {steps} steps:", spread(gaps))
-    by_budget = {
-        of.form.budget: table.above(of.rows, best)
-        for of in curve_table.points(curve.read(), study.STEPS)
-        if of.form.name == curve.LOCAL_MUON
-    }
     for less, more in ((0.03, 0.07), (0.03, 0.14), (0.07, 0.14)):
-        gaps = zip(by_budget[less], by_budget[more], strict=True)
-        points = spread([x - y for x, y in gaps])
+        gaps = (table.above(by_share[share], best) for share in (less, more))
+        points = spread([x - y for x, y in zip(*gaps, strict=True)])
         print(
             f"local_muon at {less:.0%} above the same at {more:.0%}, in points:", points
         )

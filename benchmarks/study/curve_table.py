@@ -212,19 +212,6 @@ def first_lines(results: study.Results) -> Iterator[list[str]]:
 HEADER = ("method, budget", "bytes", "recipe", "above", "steps for one")
 
 
-def _muon_at_another_rate(results: study.Results) -> str:
-    """What the best Muon itself makes of the rate that was second after 260 steps."""
-    known = reference(LOCAL_MUON, study.STEPS)
-    changes = [
-        f"{row['loss'] / known[run.seed]['loss'] - 1:+.1%} (seed {run.seed})"
-        for run, row in sorted(results.items(), key=lambda each: each[0].seed)
-        if (run.method, run.rate, run.steps) == (rows.BEST_MUON, 0.04, study.STEPS)
-        and run.seed in known
-    ]
-    changed = ", ".join(changes)
-    return f"**With 0.04 in place of 0.08 the best Muon itself ends {changed}.**"
-
-
 def document(results: study.Results) -> str:
     """All tables."""
     dates = sorted({row["date"] for row in study.read(curve.FILE).values()})
@@ -237,8 +224,7 @@ def document(results: study.Results) -> str:
         "mean ± standard deviation of the paired differences of three seeds, of fewer "
         "the values, from seed 0 on. *Bytes* have the mean of the replicas that ends "
         "local steps. *Steps for one* are the steps that are worth one of the best "
-        f"Muon's. What `local_muon` aims at after {study.STEPS:,} steps: {goals}. "
-        + _muon_at_another_rate(results),
+        f"Muon's. What `local_muon` aims at after {study.STEPS:,} steps: {goals}.",
     ]
     for steps in (study.STEPS, study.QUARTER):
         for adamw in (False, True):

@@ -5,10 +5,9 @@
     python benchmarks/study/table.py                # the tables
 
 Each method takes the best of four learning rates at a quarter of the steps on one
-seed; where the best is at an edge, the next one is tried too. The methods that others
-are compared with then choose between two after all steps, on a seed that no table
-reports. Then all methods train a quarter of the steps and all of them, on three seeds.
-A line for each run goes to
+seed; where the best is at an edge, the next one is tried too. Then all methods train a
+quarter of the steps and all of them, on three seeds; those that others are compared
+with have a second rate, and take the better. A line for each run goes to
 `results/runs.jsonl` beside this file; what is there is not trained again, and what was
 stopped goes on: stop the command whenever you like.
 """
@@ -23,6 +22,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import corpus
 import jax
-from rows import ALL_STEPS_TOO, METHODS, RATES, SAME_RATE
+from rows import METHODS, RATES, SAME_RATE, SECOND_RATE
 from simulate import Run, Size, simulate
 
 STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
@@ -84,18 +84,18 @@ def best_rate(results: Results, method: str) -> float | None:
     losses = losses_by_rate(results, related)
     if rates_to_try(losses, related):
         return None
-    early = min(losses, key=losses.__getitem__)
-    deciding = deciding_runs(method, early)
-    if not all(run in results for run in deciding):
-        return early
-    losses = {run.rate: results[run]["loss"] for run in deciding}
-    return min(losses, key=losses.__getitem__)
+    first = min(losses, key=losses.__getitem__)
+    rates = first, SECOND_RATE.get(method, first)
+    means = {rate: mean_loss(results, method, rate) for rate in rates}
+    return min(means, key=means.__getitem__)
 
 
-def deciding_runs(method: str, early: float) -> list[Run]:
-    """Those of all steps between the best rate of a quarter of them and others."""
-    rates = dict.fromkeys((early, *ALL_STEPS_TOO.get(method, ())))
-    return [Run(method, rate, TUNING_SEED, STEPS) for rate in rates]
+def mean_loss(results: Results, method: str, rate: float) -> float:
+    """After all steps, of all seeds; infinite while one is missing."""
+    runs = [Run(method, rate, seed, STEPS) for seed in SEEDS]
+    if not all(run in results for run in runs):
+        return math.inf
+    return statistics.fmean(results[run]["loss"] for run in runs)
 
 
 def rates_to_try(losses: dict[float, float], method: str) -> list[float]:
@@ -121,11 +121,10 @@ def plan(results: Results) -> list[Run]:
         for rate in rates_to_try(losses_by_rate(results, method), method)
     ]
     rates = {method: best_rate(results, method) for method in METHODS}
-    deciding = [
-        run
-        for method in ALL_STEPS_TOO
-        for run in deciding_runs(method, rates[method] or 0.0)
-        if run not in results
+    second = [
+        Run(method, rate, seed, STEPS)
+        for seed in SEEDS
+        for method, rate in SECOND_RATE.items()
     ]
     table = [
         Run(method, rate, seed, steps)
@@ -134,7 +133,7 @@ def plan(results: Results) -> list[Run]:
         for method, rate in rates.items()
         if rate is not None
     ]
-    return grid or deciding or [run for run in table if run not in results]
+    return grid or [run for run in (*table, *second) if run not in results]
 
 
 def folder_of(run: Run) -> Path:

@@ -19,7 +19,6 @@ import measuring
 import study
 from rows import (
     ADAMW,
-    ALL_STEPS_TOO,
     BEST_MUON,
     CURVADION,
     DILOCO,
@@ -28,6 +27,7 @@ from rows import (
     METHODS,
     MULOCO,
     MUON,
+    SECOND_RATE,
 )
 from simulate import Run
 
@@ -178,24 +178,29 @@ def headline(results: study.Results) -> str:
 
 def rates(results: study.Results) -> str:
     """Loss by learning rate, from which each method took its own."""
-    steps = study.STEPS
-    longer = {
-        f"{method}, {steps:,} steps, seed {study.TUNING_SEED}": {
-            run.rate: row["loss"]
-            for run, row in results.items()
-            if (run.method, run.seed, run.steps) == (method, study.TUNING_SEED, steps)
-        }
-        for method in ALL_STEPS_TOO
-    }
-    of_quarter = {
-        method: study.losses_by_rate(results, method) for method in study.RATES
-    }
-    lines = [
-        [name, ", ".join(f"{rate:g}: {losses[rate]:.4f}" for rate in sorted(losses))]
-        for name, losses in (of_quarter | longer).items()
-        if losses
-    ]
+    lines = []
+    for method in study.RATES:
+        losses = sorted(study.losses_by_rate(results, method).items())
+        if not losses:
+            continue
+        cells = ", ".join(f"{rate:g}: {loss:.4f}" for rate, loss in losses)
+        lines.append([method, cells])
     return "\n".join(measuring.markdown(["method", "loss by learning rate"], lines))
+
+
+def second_rates(results: study.Results) -> str:
+    """All steps at both rates of the methods that others are compared with."""
+    lines = []
+    for method in SECOND_RATE:
+        rates = {run.rate for run in results if run.method == method}
+        for rate in sorted(rates):
+            runs = [Run(method, rate, seed, study.STEPS) for seed in study.SEEDS]
+            losses = [results[run]["loss"] for run in runs if run in results]
+            if losses:
+                each = ", ".join(f"{loss:.4f}" for loss in losses)
+                lines.append([method, f"{rate:g}", each, spread(losses, 4)])
+    header = ["method", "learning rate", "loss by seed", "mean"]
+    return "\n".join(measuring.markdown(header, lines))
 
 
 def document(results: study.Results) -> str:
@@ -220,9 +225,9 @@ def document(results: study.Results) -> str:
         if by_seed(results, MUON, steps):
             parts.append(f"## {steps:,} steps\n\n{table(results, steps)}")
     text = (
-        f"## Learning rates\n\nSeed 0, {study.QUARTER} steps, unless it says "
-        "otherwise. Where all steps were trained too, they decide. A method that is "
-        f"not here has the related one's.\n\n{rates(results)}"
+        f"## Learning rates\n\nOne seed, {study.QUARTER} steps.\n\n{rates(results)}"
+        f"\n\nThe methods that others are compared with, {study.STEPS:,} steps at two "
+        f"rates; the lower mean is the zero.\n\n{second_rates(results)}"
     )
     return "\n\n".join([*parts, text]) + "\n"
 

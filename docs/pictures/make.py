@@ -1,4 +1,4 @@
-"""Make the pictures of the README and the site: the idea, loss by method and by bytes.
+"""Make the pictures of the README and the site: the idea, and loss over bytes.
 
 And `card.png`, which other sites show with a link to this one.
 
@@ -22,24 +22,6 @@ from themed import BLUE, GREY, LINE, ORANGE
 
 HERE = Path(__file__).parent
 PIXELS = 1280  # width of the card, which is half as high
-
-# The rows of the picture of results, by their bytes: label and colour.
-SYNCHRONOUS = {
-    rows.MUON: ("Muon, momentum 0.95", GREY),
-    rows.DION: ("Dion, full rank", GREY),
-    rows.ADAMW: ("AdamW", GREY),
-    rows.DION + ", rank 1/4": ("Dion, rank 1/4", GREY),
-    rows.TWO_BITS: ("Muon in 2 bits", GREY),
-    rows.LARGE_BATCH: ("Muon in 2 bits, batches of 7 steps", GREY),
-}
-LOCAL = {
-    rows.DILOCO: ("DiLoCo, float32", GREY),
-    rows.MULOCO: ("MuLoCo, float32", GREY),
-    rows.THRESHOLD: ("curvadion(threshold=0.3)", ORANGE),
-    rows.CURVADION: ("curvadion(budget=0.01)", ORANGE),
-    rows.MULOCO + ", 2 bits": ("MuLoCo, 2 bits", GREY),
-    rows.LOCAL_MUON: ("local_muon", BLUE),
-}
 
 
 def idea() -> None:
@@ -96,60 +78,6 @@ def card() -> None:
     metadata = {"Software": None}  # else the file names matplotlib's version
     dpi = PIXELS * 72 / themed.WIDTH
     figure.savefig(HERE / "card.png", dpi=dpi, metadata=metadata, facecolor="white")
-
-
-LARGEST_GAP = 35.0  # percent; what lies above is written at the edge
-
-
-def result() -> None:
-    """Held-out loss above the best synchronous Muon, with a dot for each seed."""
-    results = study.read()
-    best = table.by_seed(results, rows.BEST_MUON, study.STEPS)
-    groups = {"gradients on every step": SYNCHRONOUS, "local steps": LOCAL}
-    height, pitch, bottom = 500, 29, 52
-    figure, axes = themed.canvas(height)
-    place = lambda gap: 30 + 9 * gap
-    axes.plot([place(0)] * 2, [bottom, height - 30], color=LINE, linewidth=1)
-    axes.text(6, height - 22, "the best Muon", va="bottom")
-    axes.text(394, height - 22, "bytes sent", ha="right", va="bottom", color=GREY)
-    y = height - 38
-    for title, methods in groups.items():
-        axes.text(place(0) + 8, y, title, va="center", color=GREY, style="italic")
-        y -= 20
-        for name, (label, color) in methods.items():
-            runs = table.by_seed(results, name, study.STEPS)
-            gaps = table.above(runs, best)
-            share = 100 * table.share_of_bytes(next(iter(runs.values())), study.STEPS)
-            bold = {"weight": "bold"} if name == rows.LOCAL_MUON else {}
-            sent = f"{share:.0f}%" if share > 10 else f"{share:.1f}%"
-            axes.text(394, y, sent, ha="right", va="center", color=color, **bold)
-            mean = statistics.fmean(gaps)
-            axes.text(place(0) + 8, y, f"{label}  +{mean:.1f}%", va="center",
-                      color=color, **bold)  # fmt: skip
-            _gaps(axes, [place(gap) for gap in gaps], place(mean), y - 13, color)
-            y -= pitch
-        y -= 6
-    ticks = (0, 10, 20, 30)
-    axes.plot([place(-3), place(LARGEST_GAP)], [bottom] * 2, color=themed.INK, lw=0.8)
-    for gap in ticks:
-        axes.plot([place(gap)] * 2, [bottom - 4, bottom], color=themed.INK, lw=0.8)
-        axes.text(place(gap), bottom - 8, f"+{gap}%" * bool(gap) or "0", ha="center",
-                  va="top")  # fmt: skip
-    axes.text(6, 8, "held-out loss above the best synchronous Muon; dots: seeds")
-    themed.save(figure, HERE / "result.svg")
-
-
-def _gaps(axes, gaps: list[float], mean: float, y: float, color: str) -> None:
-    """A dot for each seed and a diamond for the mean, or an arrow to the edge."""
-    edge = themed.WIDTH - 8
-    if mean > edge:
-        arrow = {"arrowstyle": "->", "color": color}
-        axes.annotate("", (edge, y), (edge - 40, y), arrowprops=arrow)
-        return
-    dots = {"color": color, "linewidths": 0, "zorder": 3}
-    axes.plot([min(gaps), max(gaps)], [y, y], color=color, linewidth=1, alpha=0.5)
-    axes.scatter(gaps, [y] * len(gaps), s=18, alpha=0.5, **dots)
-    axes.scatter([mean], [y], s=48, marker="D", **dots)
 
 
 # Methods of the study that the curve is compared with: label, colour, and how far the
@@ -257,5 +185,4 @@ def _others(axes) -> None:
 if __name__ == "__main__":
     idea()
     card()
-    result()
     curve_of_bytes()

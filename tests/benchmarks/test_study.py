@@ -63,8 +63,8 @@ def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
             results[run] = {"loss": abs(np.log(run.rate / best))}
     grid, total = len(study.RATES), len(rows.METHODS) * len(study.SEEDS) * 2
     # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
-    deciding = 2 * len(rows.ALL_STEPS_TOO)
-    assert counted == [4 * grid, grid, grid, deciding, total - grid]
+    second = len(rows.SECOND_RATE) * len(study.SEEDS)
+    assert counted == [4 * grid, grid, grid, total - grid + second]
     assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.32
 
 
