@@ -98,6 +98,7 @@ def audit(
 
     Raises:
       TypeError: if `mesh` is no mesh.
+      ValueError: if the backend gives no text of a compiled program.
 
     Example:
       >>> import jax.numpy as jnp
@@ -120,7 +121,13 @@ def audit(
         compiled = of_jax(lowered.compile())
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
-    return read_program(compiled.as_text() or "", replica)
+    text = compiled.as_text()
+    if not text:
+        raise ValueError(
+            "The backend gives no text of its program, so what it sends is not known. "
+            "Audit the step on CPU devices."
+        )
+    return read_program(text, replica)
 
 
 def _lowered(step: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -205,7 +212,7 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
         return found
 
     # What nobody is seen to call may run on every step.
-    unknown = {*called} - reached({entry}, set())
+    unknown = {*called, *messages} - reached({entry}, set())
     always = reached({entry, *unknown}, inside[VOTE] | inside[SYNC])
 
     def of(names):

@@ -1,6 +1,7 @@
 """`audit` names what a compiled step sends between replicas, and when."""
 
 import functools
+from types import SimpleNamespace
 
 import equinox as eqx
 import helpers
@@ -290,7 +291,8 @@ def test_what_is_no_mesh_is_refused():
         cd.replicas.audit(lambda x: x, 2, 1)
 
 
-QUIET, LOUD = "  %a = f32[] add(%x, %x)", "  %b = f32[] all-reduce(%x), to_apply=%add"
+QUIET = "  %a = f32[] add(%x, %x)"
+LOUD = "  %b = f32[] all-gather(%x), dimensions={0}"  # calls nothing itself
 BOTH = "  %c = f32[] custom-call(%x), called_computations={%quiet, %loud}"
 UNHEARD = "  %c = f32[] custom-call(%x), of_tomorrow={%loud}"
 CALL = "  %d = f32[] call(%x), to_apply=%loud"
@@ -320,8 +322,17 @@ def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
         for line in (f"{name.replace(' ', ' %')} (x: f32[]) -> f32[] {{", *lines, "}")
     )
     found = read_program(text, np.arange(2))._asdict()
-    assert [x.kind for x in found.pop(when)] == ["all-reduce"]
+    assert [x.kind for x in found.pop(when)] == ["all-gather"]
     assert [*found.values()] == [[], []]
+
+
+def test_a_program_without_text_is_refused():
+    """JAX gives None where a backend has none."""
+    compiled = SimpleNamespace(
+        as_text=lambda: None
+    )  # what JAX gives where there is none
+    with pytest.raises(ValueError, match=r"no text of its program"):
+        cd.replicas.audit(compiled, cd.replicas.make_mesh(2))
 
 
 @pytest.mark.parametrize(
