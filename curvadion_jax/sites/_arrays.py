@@ -5,13 +5,15 @@ A training program's arrays are those of JAX, of NumPy, or any with `__dlpack__`
 cannot do itself, the top module of its class does.
 """
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 Arrays = list[np.ndarray]
 
@@ -95,8 +97,16 @@ def to_host(tree: Any) -> Arrays:
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
-def cpu() -> Any:
-    return jax.local_devices(backend="cpu")[0]
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Within it JAX computes on the host's CPU, on whatever the program trains.
+
+    A mesh that the program has set would win over a default device, and its axes would
+    be those of abstract arrays, so this sets one.
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    with jax.default_device(device), jax.set_mesh(Mesh([device], ("cpu",))):
+        yield
 
 
 def wide(dtype: Any) -> np.dtype:

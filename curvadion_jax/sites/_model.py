@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from curvadion_jax.compressors import Codec
-from curvadion_jax.sites._arrays import Arrays, cpu, to_host, wide
+from curvadion_jax.sites._arrays import Arrays, on_cpu, to_host, wide
 from curvadion_jax.sites._outer_step import Outer, OuterStep
 
 
@@ -28,7 +28,8 @@ class _Form:
 
     def __init__(self, codec: Codec, like: jax.ShapeDtypeStruct) -> None:
         self._codec, self._like = codec, like
-        message = jax.eval_shape(codec.encode, [like])
+        with on_cpu():
+            message = jax.eval_shape(codec.encode, [like])
         self.message, self._structure = jax.tree.flatten(message)
 
     def encode(self, x: np.ndarray) -> Arrays:
@@ -49,7 +50,7 @@ class _Form:
 
 
 def _compiled(function: Any, like: Any) -> Any:
-    with jax.default_device(cpu()):
+    with on_cpu():
         return jax.jit(function).lower(like).compile()
 
 

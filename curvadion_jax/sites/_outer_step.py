@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from curvadion_jax.sites import _parts
-from curvadion_jax.sites._arrays import Arrays, cast, cpu, to_host, wide
+from curvadion_jax.sites._arrays import Arrays, cast, on_cpu, to_host, wide
 from curvadion_jax.sites._store import as_bytes
 
 log = logging.getLogger(__package__)
@@ -49,7 +49,8 @@ class OuterStep:
         self._shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         # Shapes of the anchor, and of what is subtracted from it.
         self.wide = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in leaves]
-        state = jax.tree.leaves(jax.eval_shape(self._initial, self.wide))
+        with on_cpu():
+            state = jax.tree.leaves(jax.eval_shape(self._initial, self.wide))
         for x in state:
             if jnp.issubdtype(x.dtype, jax.dtypes.extended):
                 raise ValueError(
@@ -114,7 +115,7 @@ class OuterStep:
     def initial(self, params: Arrays) -> Outer:
         """The outer side of a run that begins at these parameters."""
         anchor = cast(params, self.wide)
-        with jax.default_device(cpu()):
+        with on_cpu():
             state = self._initial([jnp.asarray(x) for x in anchor])
         return self.from_snapshot([*anchor, *to_host(state)])
 
@@ -140,7 +141,7 @@ class OuterStep:
         after = [*old]
         for places in apart:
             inside = sorted({*places, *common})
-            with jax.default_device(cpu()), jax.disable_jit():
+            with on_cpu(), jax.disable_jit():
                 found = self._step_of(
                     {x: jnp.asarray(rest[x]) for x in inside if x < len(rest)},
                     {x: jnp.asarray(old[x]) for x in inside},

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from curvadion_jax.sites import _arrays, _run
-from curvadion_jax.sites._arrays import Arrays, cpu, to_host, wide
+from curvadion_jax.sites._arrays import Arrays, on_cpu, to_host, wide
 from curvadion_jax.sites._follower import PATIENCE, Follower
 from curvadion_jax.sites._model import drift
 from curvadion_jax.sites._store import StoreError
@@ -185,7 +185,7 @@ def _progressed(now: Any, base: np.ndarray, new: np.ndarray) -> Any:
     """new + (now - base); the bits of `new` if there was no progress."""
     if isinstance(now, jax.Array):
         return _progress(now, _arrays.like(base, now), _arrays.like(new, now))
-    with jax.default_device(cpu()):
+    with on_cpu():
         found = _progress(_arrays.to_numpy(now), base, new)
     return _arrays.like(np.asarray(found), now)
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
 from site_runs import together
 
@@ -197,3 +198,34 @@ def test_a_program_without_jax_arrays_keeps_its_accelerators(tmp_path, monkeypat
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_host_computes_what_sites_share_under_any_mesh(axis_type):
+    """Sites with other devices have to find the same bits."""
+    host, *others = jax.devices()
+    mesh = Mesh(others[:2], ("fsdp",), axis_types=(axis_type,))
+    seen = set()
+
+    def update(updates, state, params=None):
+        arrays = jax.tree.leaves(updates)
+        seen.update(
+            *(x.devices() for x in arrays if not isinstance(x, jax.core.Tracer))
+        )
+        return jax.tree.map(jnp.negative, updates), state
+
+    outer = optax.GradientTransformation(lambda params: (), update)
+    form = compressors.quantize(8)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    params = {"w": jax.device_put(np.zeros((4, 8), np.float32), everywhere)}
+    with (
+        jax.set_mesh(mesh),
+        sites.Site(
+            MemoryStore(), "oslo", every=1, max_lag=0, outer=outer, compressor=form
+        ) as site,
+    ):
+        params = site.start(params)
+        params = site.sync(jax.tree.map(lambda x: x + 1, params))
+        (encoder,) = (form.encoder for form in site._worker.follower.model._forms)
+    assert seen == encoder.input_shardings[0][0].device_set == {host}
+    np.testing.assert_array_equal(params["w"], 1.0)
