@@ -24,7 +24,7 @@ class Message(NamedTuple):
     Attributes:
       kind: such as "all-reduce".
       arrays: dtypes and shapes of its result, such as "8 x u8[1,72]".
-      bytes: size of its result.
+      bytes: size of its result; of a message in a loop, once.
       origin: the operation that it was made for, as JAX names it.
     """
 
@@ -153,7 +153,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 # %name = f32[8,16]{1,0} all-reduce(...), ..., metadata={op_name="..."}
 _COLLECTIVE = re.compile(
     r"= (.*?) ((?:ragged-)?all-(?:reduce|gather|to-all)|reduce-scatter|"
-    r"collective-(?:permute|broadcast))(?:-start)?\("
+    r"collective-(?:permute|broadcast))(-start)?\("
 )
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
@@ -229,14 +229,19 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
     groups = groups_of(line) or [[*range(len(replica))]]
     if all(len({*replica[group].tolist()}) == 1 for group in groups):
         return None
-    arrays = _ARRAY.findall(operation[1])
+    result, kind, in_background = operation.groups()
+    arrays = _ARRAY.findall(result)
+    if in_background and kind != "all-reduce":
+        # Its operands come first, and of a permutation contexts are behind its results.
+        arrays = [each for each in arrays if each != ("u32", "")]
+        arrays = arrays[len(arrays) // 2 :]
     size = sum(_bytes_of(dtype, shape) for dtype, shape in arrays)
     counts = Counter(f"{dtype}[{shape}]" for dtype, shape in arrays)
     shown = [f"{n} x {array}" if n > 1 else array for array, n in counts.items()]
     name = _NAME.search(line)
     # Without what every name begins with: jit(train_step)/while/body/cond/...
     origin = _WRAPPERS.sub("", name[1]) if name else ""
-    return Message(operation[2], ", ".join(shown), size, origin)
+    return Message(kind, ", ".join(shown), size, origin)
 
 
 def _bytes_of(dtype: str, shape: str) -> int:

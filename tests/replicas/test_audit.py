@@ -328,11 +328,38 @@ def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
 
 def test_a_program_without_text_is_refused():
     """JAX gives None where a backend has none."""
-    compiled = SimpleNamespace(
-        as_text=lambda: None
-    )  # what JAX gives where there is none
+    compiled = SimpleNamespace(as_text=lambda: None)
     with pytest.raises(ValueError, match=r"no text of its program"):
         cd.replicas.audit(compiled, cd.replicas.make_mesh(2))
+
+
+F32, PAIR = "f32[4]{0}", "f32[4]{0}, f32[6]{0}"
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "size"),
+    [
+        (F32, "all-reduce", 16),
+        (f"({PAIR})", "all-reduce", 40),
+        (F32, "all-reduce-start", 16),
+        (f"({PAIR})", "all-reduce-start", 40),
+        (f"({F32}, f32[8]{{0}})", "all-gather-start", 32),
+        (f"(({PAIR}), (f32[8]{{0}}, f32[12]{{0}}))", "all-gather-start", 80),
+        # As libtpu 0.0.52 has it.
+        (
+            "(f32[1,512,128]{2,1,0:T(8,128)}, f32[1,512,128]{2,1,0:T(8,128)S(1)}, "
+            "u32[]{:S(2)}, u32[]{:S(2)})",
+            "collective-permute-start",
+            262_144,
+        ),
+    ],
+)
+def test_bytes_are_those_of_the_result(result, kind, size):
+    """What begins in the background has its operands in its type, and contexts."""
+    line = f"  %a = {result} {kind}(%x), replica_groups={{{{0,1}}}}"
+    text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n{line}\n}}"
+    (found,) = read_program(text, np.arange(2)).every_step
+    assert found.bytes == size
 
 
 @pytest.mark.parametrize(
