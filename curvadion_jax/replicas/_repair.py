@@ -35,6 +35,13 @@ def repair(rows: Any, anchor: Any = None) -> Any:
       >>> repair(rows, {"w": jnp.array([2.0])})["w"].ravel().tolist()
       [1.0, 2.0, 3.0]
     """
+    of_one = jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), rows)
+    change = _trees.first_change(of_one, anchor, lambda x: tuple(x.shape))
+    if anchor is not None and change:
+        path, wanted, shape = change
+        raise ValueError(
+            f"anchor {path!r} is {shape}, expected {wanted}. Give what one replica has."
+        )
     return _trees.shared_as(rows, jax.jit(_repaired)(rows, anchor))
 
 
@@ -42,6 +49,7 @@ def _repaired(rows: Any, anchor: Any) -> Any:
     sound = _finite.rows_finite(rows)
     if anchor is None:
         anchor = jax.tree.map(lambda x: x[jnp.argmax(sound)], rows)
+        sound |= ~jnp.any(sound)
     anchor = _dtypes.cast_like(anchor, rows)
 
     def mended(x, of_anchor):

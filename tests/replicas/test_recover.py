@@ -55,9 +55,17 @@ def test_an_anchor_of_another_dtype_is_cast():
     assert found[1].tolist() == [2, 3]
 
 
+@pytest.mark.parametrize("shape", [(1,), (3, 2), (1, 3, 2)])
+def test_an_anchor_that_would_be_broadcast_is_refused(shape):
+    rows = {"w": np.float32([[1, 2], [np.nan, 2], [3, 4]])}
+    with pytest.raises(ValueError, match=r"anchor 'w' is .*, expected \(2,\)"):
+        cd.replicas.repair(rows, {"w": jnp.ones(shape)})
+
+
 def test_where_no_row_is_finite_the_anchor_is_needed():
     rows = {"w": np.full((3, 2), np.nan, np.float32)}
-    assert np.isnan(cd.replicas.repair(rows)["w"]).all()
+    rows["w"][1, 0] = 7
+    np.testing.assert_array_equal(cd.replicas.repair(rows)["w"], rows["w"])
     found = cd.replicas.repair(rows, {"w": jnp.ones(2)})
     assert (found["w"] == 1).all()
     assert cd.replicas.repair({"n": jnp.arange(3)})["n"].tolist() == [0, 1, 2]
