@@ -119,6 +119,7 @@ def place(tree: Any, mesh: Replicas) -> Any:
 
     Raises:
       TypeError: if `mesh` is no mesh.
+      OverflowError: if a number needs 64 bits, and JAX has 32 (``jax_enable_x64``).
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -132,6 +133,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
         # Not weakly typed: what a checkpoint restores is not.
+        if isinstance(x, np.int64):  # of which JAX would take 32 bits, without a word
+            x = int(x)
         x = jnp.asarray(x, jnp.result_type(x))
         if not isinstance(mesh, Mesh):
             return x
