@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from curvadion_jax import compressors
+from curvadion_jax import _trees, compressors
 from curvadion_jax.sites import _arguments, _arrays, _processes
 from curvadion_jax.sites._arrays import to_host
 from curvadion_jax.sites._follower import Follower
@@ -348,7 +348,8 @@ class Site:
     def _returned(self, params: Any) -> Any:
         leaves = self._moved(params)
         self._news.clear()
-        return jax.tree.unflatten(jax.tree.structure(self._known), leaves)
+        tree = jax.tree.unflatten(jax.tree.structure(self._known), leaves)
+        return _trees.shared_as(params, tree)
 
     def _submit(self, params: Any) -> None:
         leaves = _processes.copies(self._moved(params))

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from obstore.store import MemoryStore
 from site_runs import together
@@ -229,3 +230,18 @@ def test_the_host_computes_what_sites_share_under_any_mesh(axis_type):
         (encoder,) = (form.encoder for form in site._worker.follower.model._forms)
     assert seen == encoder.input_shardings[0][0].device_set == {host}
     np.testing.assert_array_equal(params["w"], 1.0)
+
+
+def test_layers_that_share_a_parameter_share_it_afterwards():
+    """JAX takes an nnx module for a tree, with two of a layer that is used twice."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(4, 4, rngs=rngs)
+            self.second = self.first
+
+    with sites.Site(MemoryStore(), "oslo", every=1, max_lag=0) as site:
+        model = site.start(Tied(nnx.Rngs(0)))
+        assert model.first is model.second
+        model = site.leave(site.sync(model))
+        assert model.first is model.second
