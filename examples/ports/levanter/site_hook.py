@@ -21,7 +21,7 @@ class SiteConfig:
     Attributes:
       run: URL or folder of the run.
       name: of this site. No two may have the same.
-      bits: per element of what a site contributes; None sends float32.
+      bits: per element of what a site contributes, with Muon 2; None sends float32.
       outer_momentum: of a Nesterov step along the mean; 0 is plain averaging.
       every, quorum, grace, max_lag, poll: as for `cd.sites.Site`.
     """
@@ -29,7 +29,7 @@ class SiteConfig:
     run: str
     name: str
     every: int = 30
-    bits: int | None = 2
+    bits: int | None = 4
     outer_momentum: float = 0.0
     quorum: int = 1
     grace: float = 30.0
