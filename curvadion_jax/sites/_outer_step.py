@@ -150,8 +150,9 @@ class OuterStep:
                 x = after[place] = np.asarray(found.pop(place))
                 if not self._is_finite(place, x):
                     log.error(
-                        "The outer step contains NaN or Inf, and nothing changes in "
-                        "this round. Look at the outer optimizer."
+                        "The outer step contains NaN or Inf, so the model stays, and "
+                        "what sites contributed to this round is lost. Look at the "
+                        "outer optimizer."
                     )
                     return outer
                 if place < len(rest):

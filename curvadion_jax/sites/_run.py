@@ -100,6 +100,12 @@ def enter(store: Store, model: Model, quorum: int) -> None:
         "quorum": [quorum],
     }
     if store.read(RUN) is None:
+        # Again: another site may have begun the run meanwhile.
+        if store.keys("commits/") and store.read(RUN) is None:
+            raise StoreError(
+                f"{RUN} at {store.url} is gone, and the run's commits are there. "
+                "Restore it, or begin a run at another URL."
+            )
         store.write(RUN, own | {"uid": uuid.uuid4().hex})
     found = store.read(RUN, exists=True)
     if found is None:

@@ -462,3 +462,12 @@ def test_a_site_that_waits_for_a_lost_contribution_reads_the_others_once(lost):
     assert counting.size == (1 + 4) * message  # to see that it is there, and the step
     assert a.digest == others[0].digest
     assert a.outcomes == ["", ""]
+
+
+def test_a_run_whose_description_is_gone_is_not_begun_again():
+    a = ByHand(MemoryStore(), "a")
+    a.send(1.0)
+    a.commit()
+    a.store.delete([_run.RUN])
+    with pytest.raises(_store.StoreError, match=r"run.json .* is gone, .* Restore it"):
+        _run.enter(a.store, a.follower.model, 1)
