@@ -63,6 +63,7 @@ class Follower:
         self.incarnation, self._quorum, self._grace = 0, quorum, grace
         self.number = 0  # of the open round, the next to be committed
         self.contributors = 0  # to the last one
+        self.has_contributed = False  # to any round
         self.contribution: Contribution | None = None  # to the open round
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
@@ -229,6 +230,7 @@ class Follower:
         key = _run.contribution_key(self.number, self.name)
         self.store.write(key, header, own.message)
         self.contribution = own._replace(sent=True)
+        self.has_contributed = True
 
     def propose(self) -> bool:
         """Creates the commit of the open round if it is time; whether there is one."""

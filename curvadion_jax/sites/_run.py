@@ -184,9 +184,16 @@ def remove_members(
         store.delete([member_key(name, found.newest[name], kind)])
 
 
-def leave(store: Store, name: str, incarnation: int) -> None:
-    """The other sites do not wait for this one any more."""
-    store.create(member_key(name, incarnation, "left"), b"{}")
+def leave(
+    store: Store, name: str, incarnation: int, has_contributed: bool = True
+) -> None:
+    """The other sites do not wait for this one any more.
+
+    One that never contributed, such as an evaluation, leaves no trace: a quorum counts
+    sites that have left, and it would take the place of one that has yet to come.
+    """
+    if has_contributed or incarnation > 1:
+        store.create(member_key(name, incarnation, "left"), b"{}")
     store.delete([member_key(name, incarnation, "json")])
 
 

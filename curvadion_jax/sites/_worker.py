@@ -167,7 +167,12 @@ class Worker(threading.Thread):
             if not follower.propose():
                 return
         follower.heart.end()  # which would make it a member again
-        _run.leave(follower.store, follower.name, follower.incarnation)
+        _run.leave(
+            follower.store,
+            follower.name,
+            follower.incarnation,
+            follower.has_contributed,
+        )
         self._leaving, self._ending = False, True
 
 

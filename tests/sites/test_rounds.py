@@ -89,15 +89,24 @@ def test_an_absent_site_has_a_share_for_a_few_rounds():
 def test_a_site_that_left_is_neither_waited_for_nor_expected():
     a, b = named("ab", quorum=2, grace=1e9)
     settle(a, b, by=[1.0, 1.0])
-    _run.leave(b.store, "b", 1)
+    _run.leave(b.store, "b", 1, b.follower.has_contributed)
     a.step()
     assert a.moved() == pytest.approx(2.0)
+
+
+def test_a_site_that_never_contributed_does_not_stand_for_one_to_come():
+    """Such as an evaluation, which takes the run's model and leaves."""
+    a, b = named("ab", quorum=2)
+    _run.leave(b.store, "b", 1, b.follower.has_contributed)
+    assert not b.store.keys("members/b/")
+    a.send(1.0)
+    assert not a.follower.propose()
 
 
 def test_a_listing_that_lacks_a_site_does_not_lower_the_quorum():
     a, b, c = named("abc", quorum=2)
     settle(a, b, c, by=[1.0, 1.0, 1.0])
-    _run.leave(c.store, "c", 1)
+    _run.leave(c.store, "c", 1, c.follower.has_contributed)
     b.store.delete(b.store.keys("members/b/"))
     a.send(1.0)
     assert not a.follower.propose()
