@@ -12,7 +12,7 @@ from typing import Any
 
 import optax
 
-from curvadion_jax import _arguments, synchronizers, triggers
+from curvadion_jax import _arguments, compressors, synchronizers, triggers
 from curvadion_jax.matrices import _adamw_for_the_rest, _two_optimizers
 from curvadion_jax.matrices._dion import dion
 from curvadion_jax.matrices._muon import muon
@@ -102,6 +102,7 @@ def synchronous_muon(
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     dimension_numbers: DimensionNumbersOrFn = _two_optimizers.DEFAULT,
+    compressor: compressors.Compressor | None = None,
     before: optax.GradientTransformation | None = None,
     mesh: Replicas = None,
     specs: Any = None,
@@ -115,11 +116,14 @@ def synchronous_muon(
         parameters. None means `learning_rate`.
       weight_decay: of the matrices.
       dimension_numbers: as for :func:`curvadion_jax.dion`.
+      compressor: form in which gradients are sent, with error feedback, such as
+        ``compressors.quantize(4)``, which sends 13% of the bytes. None means at least
+        float32.
       before, mesh, specs: as for :func:`curvadion_jax.adaptive_sync`.
 
     Returns:
       An optimizer of rows. All replicas stay equal, and take the steps of
-      `optax.contrib.muon` with the mean gradient.
+      `optax.contrib.muon` with the mean gradient, or with its code.
 
     Raises:
       TypeError: if an argument has the wrong type.
@@ -154,7 +158,7 @@ def synchronous_muon(
             learning_rate, momentum, adam_learning_rate, weight_decay, dimension_numbers
         ),
         triggers.always(),
-        synchronizers.average_gradients(),
+        synchronizers.average_gradients(compressor),
         mesh,
         before=before,
         specs=specs,

@@ -146,3 +146,27 @@ def test_one_replica_is_plain_dion(name):
         for name in helpers.MATRICES:
             close(one.momentum[name], other.momentum[name], 10 * ALONE_ATOL)
             close(one.dion_q[name], other.dion_q[name], 10 * ALONE_ATOL)
+
+
+def test_synchronous_muon_sends_gradients_in_the_compressors_form():
+    """As the optimizer that is put together from parts."""
+    form = cd.compressors.quantize(2)
+    params, gradients = helpers.make_params(), helpers.make_gradients(3, 2)
+    by_name = cd.dimension_numbers.by_name(params)
+    muon = optax.contrib.muon(0.02, adam_b2=0.95, muon_weight_dimension_numbers=by_name)
+    synchronizer = cd.synchronizers.average_gradients(form)
+
+    def of_parts(mesh):
+        return cd.adaptive_sync(muon, triggers.always(), synchronizer, mesh)
+
+    def preset(mesh):
+        return cd.presets.synchronous_muon(0.02, compressor=form, mesh=mesh)
+
+    runs = (
+        helpers.run_simulated(make, params, gradients) for make in (preset, of_parts)
+    )
+    for (found, state), (wanted, other) in zip(*runs, strict=True):
+        sent = (cd.metrics.read(x)["bytes"] for x in (state, other))
+        assert len({*sent}) == 1
+        for key, x in wanted.items():
+            close(found[key], x, SAME_ATOL)
