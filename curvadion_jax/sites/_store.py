@@ -347,9 +347,10 @@ def _folder_of(store: Any) -> Folder | None:
 @contextmanager
 def _one_error(url: str, what: str) -> Iterator[None]:
     """One kind of error, without queries (they may hold a signature) and bodies."""
+    errors = _obstore().exceptions.BaseError, OSError
     try:
         yield
-    except (_obstore().exceptions.BaseError, OSError) as error:
+    except errors as error:
         why = str(error).strip().partition("\n")[0].partition("<?xml")[0]
         why = re.sub(r"\?\S*", "?...", why)[:300]
         advice = "Check its address, your credentials and the connection."
