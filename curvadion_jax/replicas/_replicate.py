@@ -133,7 +133,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
         # Not weakly typed: what a checkpoint restores is not.
-        if isinstance(x, np.int64):  # of which JAX would take 32 bits, without a word
+        # Of NumPy's JAX would take 32 bits, without a word; of Python's it would not.
+        if isinstance(x, np.integer) and x.dtype == np.int64:
             x = int(x)
         x = jnp.asarray(x, jnp.result_type(x))
         if not isinstance(mesh, Mesh):
