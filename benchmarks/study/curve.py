@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
-import baselines
 import optax
 import rows
 import settings
@@ -38,7 +37,7 @@ import study
 from simulate import Run
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, synchronizers, triggers
+from curvadion_jax import compressors, presets, synchronizers, triggers
 
 FILE = study.RESULTS / "curve.jsonl"
 CLOSE = 0.02  # what ends so little above the best after 260 steps may yet win
@@ -69,11 +68,11 @@ def muon_in_few_bits(
     budget: float, setting: str, rate: optax.Schedule, steps: int, mesh: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Synchronous Muon, its gradients sent in few bits with error feedback."""
-    return cd.adaptive_sync(
-        baselines.muon(rate, momentum(setting, steps)),
-        triggers.always(),
-        synchronizers.average_gradients(compressors.quantize(BITS[budget])),
-        mesh,
+    return presets.synchronous_muon(
+        rate,
+        momentum=momentum(setting, steps),
+        compressor=compressors.quantize(BITS[budget]),
+        **rows.matrices(mesh),
     )
 
 
@@ -215,8 +214,12 @@ FORMS = (
 UNTUNED = (
     Form(LOCAL_MUON, 0.001, local_muon, ((CONSTANT, (0.04,)),)),
     *(
-        Form(name, 0.01, functools.partial(spaced_local_muon, n), ((RISING, (0.04,)),))
-        for name, n in ((BY_RATE, 1), (IN_FRAGMENTS, 4))
+        Form(name, share, functools.partial(spaced_local_muon, n), ((RISING, (x,)),))
+        for name, n, share, x in (
+            (BY_RATE, 1, 0.01, 0.04),
+            (IN_FRAGMENTS, 4, 0.01, 0.04),
+            (IN_FRAGMENTS, 4, 0.003, 0.08),
+        )
     ),
 )
 METHODS: dict[str, rows.Method] = {

@@ -152,7 +152,7 @@ def curve_lines(results: study.Results, steps: int, adamw: bool) -> Iterator[lis
         runs = table.by_seed(study.read(), method, steps)
         share = statistics.fmean(table.share_of_bytes(x, steps) for x in runs.values())
         gaps = table.above(runs, against)
-        rate = f"the study's, {study.best_rate(study.read(), method):g}"
+        rate = f"the study's, {study.best_rate(study.read(), method, steps):g}"
         long = steps == study.STEPS and not adamw
         yield [method, f"{share:.2%}", rate, spread(gaps), *[""] * long]
 

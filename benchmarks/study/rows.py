@@ -13,7 +13,7 @@ import measuring
 import optax
 
 import curvadion_jax as cd
-from curvadion_jax import compressors, presets, synchronizers, triggers
+from curvadion_jax import compressors, presets, synchronizers
 
 
 def rising(steps: int) -> optax.Schedule:
@@ -65,11 +65,11 @@ METHODS: dict[str, Method] = {
     LARGE_BATCH: lambda rate, steps, mesh: baselines.large_batch(
         *(lambda count: rate(7 * count), rising(steps // 7), 7, mesh)
     ),
-    TWO_BITS: lambda rate, steps, mesh: cd.adaptive_sync(
-        baselines.muon(rate, rising(steps)),
-        triggers.always(),
-        synchronizers.average_gradients(compressors.quantize(2)),
-        mesh,
+    TWO_BITS: lambda rate, steps, mesh: presets.synchronous_muon(
+        rate,
+        momentum=rising(steps),
+        compressor=compressors.quantize(2),
+        **matrices(mesh),
     ),
     DION: lambda rate, _, mesh: presets.synchronous_dion(
         rate, rank=1.0, **matrices(mesh)

@@ -78,13 +78,18 @@ def losses_by_rate(results: Results, method: str) -> dict[float, float]:
     }
 
 
-def best_rate(results: Results, method: str) -> float | None:
-    """The learning rate at which a method ended lowest; None while more is to try."""
+def best_rate(results: Results, method: str, steps: int = QUARTER) -> float | None:
+    """The learning rate at which a method ended lowest; None while more is to try.
+
+    After a quarter of the steps on one seed, or of two after all of them.
+    """
     related = SAME_RATE.get(method, method)
     losses = losses_by_rate(results, related)
     if rates_to_try(losses, related):
         return None
     first = min(losses, key=losses.__getitem__)
+    if steps == QUARTER:
+        return first
     rates = first, SECOND_RATE.get(method, first)
     means = {rate: mean_loss(results, method, rate) for rate in rates}
     return min(means, key=means.__getitem__)
@@ -120,7 +125,6 @@ def plan(results: Results) -> list[Run]:
         for method in RATES
         for rate in rates_to_try(losses_by_rate(results, method), method)
     ]
-    rates = {method: best_rate(results, method) for method in METHODS}
     second = [
         Run(method, rate, seed, STEPS)
         for seed in SEEDS
@@ -130,8 +134,8 @@ def plan(results: Results) -> list[Run]:
         Run(method, rate, seed, steps)
         for seed in SEEDS
         for steps in (QUARTER, STEPS)
-        for method, rate in rates.items()
-        if rate is not None
+        for method in METHODS
+        if (rate := best_rate(results, method)) is not None
     ]
     return grid or [run for run in (*table, *second) if run not in results]
 

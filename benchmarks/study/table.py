@@ -34,7 +34,7 @@ from simulate import Run
 
 def by_seed(results: study.Results, method: str, steps: int) -> dict[int, dict]:
     """The results of a method at its best learning rate, by seed."""
-    rate = study.best_rate(results, method)
+    rate = study.best_rate(results, method, steps)
     runs = {seed: Run(method, rate or 0.0, seed, steps) for seed in study.SEEDS}
     return {seed: results[run] for seed, run in runs.items() if run in results}
 
@@ -132,7 +132,7 @@ def table(results: study.Results, steps: int) -> str:
         ]
         losses.append(cells)
         cells = [
-            f"{name}, {study.best_rate(results, method):g}",
+            f"{name}, {study.best_rate(results, method, steps):g}",
             spread(above(rows, muon), unit="%"),
             spread([-x for x in above(rows, adamw)], 1, "%"),
         ]
