@@ -63,7 +63,7 @@ class Follower:
         self.incarnation, self._quorum, self._grace = 0, quorum, grace
         self.number = 0  # of the open round, the next to be committed
         self.contributors = 0  # to the last one
-        self.has_contributed = False  # to any round
+        self.has_contributed = False  # to any round, as far as the store may know
         self.contribution: Contribution | None = None  # to the open round
         # What has been decided on and is not taken yet, and "" if it counted, "late" if
         # it came too late, or why it was rejected.
@@ -228,9 +228,9 @@ class Follower:
             "rounds": self.number + 1 - self._since,
         }
         key = _run.contribution_key(self.number, self.name)
+        self.has_contributed = True  # also if the store has it and its answer is lost
         self.store.write(key, header, own.message)
         self.contribution = own._replace(sent=True)
-        self.has_contributed = True
 
     def propose(self) -> bool:
         """Creates the commit of the open round if it is time; whether there is one."""

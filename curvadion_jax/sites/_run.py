@@ -184,9 +184,7 @@ def remove_members(
         store.delete([member_key(name, found.newest[name], kind)])
 
 
-def leave(
-    store: Store, name: str, incarnation: int, has_contributed: bool = True
-) -> None:
+def leave(store: Store, name: str, incarnation: int, has_contributed: bool) -> None:
     """The other sites do not wait for this one any more.
 
     One that never contributed, such as an evaluation, leaves no trace: a quorum counts

@@ -110,7 +110,7 @@ def test_a_heart_beats_until_it_ends_although_requests_fail(grace, pause):
 
 def test_a_beat_makes_nobody_a_member_who_has_left():
     a, b = (ByHand(MemoryStore(), name) for name in "ab")
-    _run.leave(b.store, "b", 1)
+    _run.leave(b.store, "b", 1, has_contributed=True)
     beat(b)
     assert "b" in _run.members(b.store.keys(_run.MEMBERS)).left
     assert silent(a, "ab") == []

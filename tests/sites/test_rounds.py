@@ -7,7 +7,7 @@ import pytest
 from obstore.store import MemoryStore
 from site_steps import PARAMS, ByHand, settle
 
-from curvadion_jax import compressors
+from curvadion_jax import compressors, sites
 from curvadion_jax.sites import _follower, _run, _store
 
 # Parameters here are small whole numbers, and so are most of their moves.
@@ -96,11 +96,32 @@ def test_a_site_that_left_is_neither_waited_for_nor_expected():
 
 def test_a_site_that_never_contributed_does_not_stand_for_one_to_come():
     """Such as an evaluation, which takes the run's model and leaves."""
-    a, b = named("ab", quorum=2)
-    _run.leave(b.store, "b", 1, b.follower.has_contributed)
-    assert not b.store.keys("members/b/")
+    store = MemoryStore()
+    a = ByHand(store, "a", quorum=2)
+    with sites.Site(store, "b", quorum=2) as b:
+        b.leave(b.start(PARAMS))
+    assert not a.store.keys("members/b/")
     a.send(1.0)
     assert not a.follower.propose()
+
+
+def test_a_contribution_whose_answer_is_lost_is_one(monkeypatch):
+    """Else the others would wait for the site for ever, once it has left."""
+    a, b = named("ab", quorum=2, grace=1e9)
+    write = b.store.write
+
+    def lose_the_answer(*arguments):
+        write(*arguments)
+        raise _store.StoreError("The answer is lost.")
+
+    monkeypatch.setattr(b.store, "write", lose_the_answer)
+    with pytest.raises(_store.StoreError):
+        b.send(1.0)
+    a.send(1.0)
+    a.commit()
+    _run.leave(b.store, "b", 1, b.follower.has_contributed)
+    a.step()
+    assert a.moved() == pytest.approx(2.0)
 
 
 def test_a_listing_that_lacks_a_site_does_not_lower_the_quorum():

@@ -81,7 +81,7 @@ def test_a_site_joins_after_its_predecessors_although_listings_are_old(
     store = MemoryStore()
     predecessors = [ByHand(store, "b") for _ in range(before)]
     if leaves:
-        _run.leave(predecessors[-1].store, "b", before)
+        _run.leave(predecessors[-1].store, "b", before, has_contributed=True)
     b = ByHand(Old(store, "members/b/", times), "b")
     assert b.follower.incarnation > before
     own = _run.member_key("b", b.follower.incarnation, "json")
@@ -238,7 +238,7 @@ def test_members_do_not_grow():
     for _ in range(5):
         a = ByHand(store, "a")
     assert a.store.keys(_run.MEMBERS) == ["members/a/000005.json"]
-    _run.leave(a.store, "a", 5)
+    _run.leave(a.store, "a", 5, has_contributed=False)
     assert a.store.keys(_run.MEMBERS) == ["members/a/000005.left"]
     ByHand(store, "a")
     assert a.store.keys(_run.MEMBERS) == ["members/a/000006.json"]
