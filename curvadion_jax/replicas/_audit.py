@@ -230,11 +230,9 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
     if all(len({*replica[group].tolist()}) == 1 for group in groups):
         return None
     result, kind, in_background = operation.groups()
-    arrays = _ARRAY.findall(result)
     if in_background and kind != "all-reduce":
-        # Its operands come first, and of a permutation contexts are behind its results.
-        arrays = [each for each in arrays if each != ("u32", "")]
-        arrays = arrays[len(arrays) // 2 :]
+        _, result, *_ = _elements(result)  # behind its operands, before contexts
+    arrays = _ARRAY.findall(result)
     size = sum(_bytes_of(dtype, shape) for dtype, shape in arrays)
     counts = Counter(f"{dtype}[{shape}]" for dtype, shape in arrays)
     shown = [f"{n} x {array}" if n > 1 else array for array, n in counts.items()]
@@ -242,6 +240,18 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
     # Without what every name begins with: jit(train_step)/while/body/cond/...
     origin = _WRAPPERS.sub("", name[1]) if name else ""
     return Message(kind, ", ".join(shown), size, origin)
+
+
+def _elements(of_tuple: str) -> list[str]:
+    """The types of a tuple's elements, such as of "((f32[4]{0}, u8[]), f32[8])"."""
+    found, depth = [""], 0
+    for letter in of_tuple[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
 
 
 def _bytes_of(dtype: str, shape: str) -> int:

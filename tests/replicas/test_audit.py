@@ -345,6 +345,8 @@ F32, PAIR = "f32[4]{0}", "f32[4]{0}, f32[6]{0}"
         (f"({PAIR})", "all-reduce-start", 40),
         (f"({F32}, f32[8]{{0}})", "all-gather-start", 32),
         (f"(({PAIR}), (f32[8]{{0}}, f32[12]{{0}}))", "all-gather-start", 80),
+        (f"(({PAIR}), {F32}, s32[])", "reduce-scatter-start", 16),
+        ("(u32[], u32[], u32[], u32[])", "collective-permute-start", 4),
         # As libtpu 0.0.52 has it.
         (
             "(f32[1,512,128]{2,1,0:T(8,128)}, f32[1,512,128]{2,1,0:T(8,128)S(1)}, "
