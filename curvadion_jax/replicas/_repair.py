@@ -35,13 +35,14 @@ def repair(rows: Any, anchor: Any = None) -> Any:
       >>> repair(rows, {"w": jnp.array([2.0])})["w"].ravel().tolist()
       [1.0, 2.0, 3.0]
     """
-    of_one = jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), rows)
-    change = _trees.first_change(of_one, anchor, lambda x: tuple(x.shape))
-    if anchor is not None and change:
-        path, wanted, shape = change
-        raise ValueError(
-            f"anchor {path!r} is {shape}, expected {wanted}. Give what one replica has."
-        )
+    if anchor is not None:
+        of_one = jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), rows)
+        if change := _trees.first_change(of_one, anchor, jnp.shape):
+            path, wanted, shape = change
+            raise ValueError(
+                f"anchor {path!r} is {shape}, expected {wanted}. Give what one replica "
+                "has."
+            )
     return _trees.shared_as(rows, jax.jit(_repaired)(rows, anchor))
 
 

@@ -40,6 +40,7 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     Raises:
       TypeError: if `mesh` is no mesh.
       ValueError: if an array is sharded over the replica axis already.
+      OverflowError: if an integer needs 64 bits, and JAX has 32.
 
     Example:
       >>> from curvadion_jax.replicas import simulated
@@ -50,6 +51,8 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     if mesh is None:
         return _trees.shared_as(tree, jax.tree.map(jnp.asarray, tree))
     replicas = _rows.count(mesh)
+    for x in jax.tree.leaves(tree):
+        _check_fits(x)
     _keys.warn_of_raw_keys(tree, (), "replicate")
 
     def broadcast(x):
@@ -72,6 +75,18 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
     moved = jax.tree.map(lambda x: _on_mesh(x, mesh), tree)
     rows = jax.jit(copy, out_shardings=jax.tree.map(sharding, moved))(moved)
     return _trees.shared_as(tree, rows)
+
+
+def _check_fits(x: Any) -> None:
+    """Rejects integers of NumPy of which JAX would take 32 bits, without a word."""
+    if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu":
+        return
+    there = jnp.iinfo(jnp.result_type(x))
+    if x.size and (x.min() < there.min or x.max() > there.max):
+        raise OverflowError(
+            f"{x!r:.80} needs {x.dtype}, and JAX has {there.dtype} in its place. Keep "
+            "it out of the state, or set jax_enable_x64."
+        )
 
 
 def _on_mesh(x: Any, mesh: Mesh) -> Any:
@@ -119,7 +134,7 @@ def place(tree: Any, mesh: Replicas) -> Any:
 
     Raises:
       TypeError: if `mesh` is no mesh.
-      OverflowError: if a number needs 64 bits, and JAX has 32 (``jax_enable_x64``).
+      OverflowError: if an integer needs 64 bits, and JAX has 32.
 
     Example:
       >>> from curvadion_jax.replicas import make_mesh
@@ -133,9 +148,7 @@ def place(tree: Any, mesh: Replicas) -> Any:
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
         # Not weakly typed: what a checkpoint restores is not.
-        # Of NumPy's JAX would take 32 bits, without a word; of Python's it would not.
-        if isinstance(x, np.integer) and x.dtype == np.int64:
-            x = int(x)
+        _check_fits(x)
         x = jnp.asarray(x, jnp.result_type(x))
         if not isinstance(mesh, Mesh):
             return x

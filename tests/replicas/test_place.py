@@ -217,13 +217,16 @@ def test_tensors_of_other_libraries_are_divided(mesh):
     assert sums.tolist() == [6.0, 22.0]
 
 
+@pytest.mark.parametrize("put", [replicas.place, replicas.replicate])
 @pytest.mark.parametrize("mesh", [replicas.make_mesh(2), replicas.simulated(2)])
-def test_a_number_that_needs_64_bits_is_not_placed(mesh):
-    tokens = {"tokens": np.int64(5_000_000_000)}
-    with pytest.raises(OverflowError):
-        replicas.place(tokens, mesh)
-    placed = replicas.place({"tokens": np.int64(5)}, mesh)["tokens"]
-    assert (placed, placed.dtype) == (5, jnp.int32)
+def test_a_number_that_needs_64_bits_is_refused(mesh, put):
+    large = 5_000_000_000
+    for tokens in (large, np.int64(large), np.uint64(large), np.array([0, -large])):
+        with pytest.raises(OverflowError):
+            put({"tokens": tokens}, mesh)
+    placed = put({"tokens": np.int64(5)}, mesh)["tokens"]
+    assert placed.dtype == jnp.int32
+    assert (placed == 5).all()
 
 
 def test_replicate_takes_whatever_a_training_state_holds():
