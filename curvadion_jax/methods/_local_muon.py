@@ -19,8 +19,8 @@ from curvadion_jax.triggers import Trigger
 
 # Above 3% of the bytes more of them gain little: benchmarks/study/results/curve.md.
 _BUDGET = 0.03
-# From here on syncs of every step in 4 bits, 12.9% of the bytes, lose less than in 2
-# bits: the same table. Below it 2 bits win, more often.
+# It pays for 4 bits on every step, 12.9% of the bytes. At 1% 2 bits in more syncs end
+# lower (benchmarks/study/gap.md); in between nothing is measured.
 _BUDGET_OF_FOUR_BITS = 0.13
 
 
@@ -90,11 +90,11 @@ def local_muon(
       budget: bytes to send, as a fraction of an all-reduce of all gradients in float32
         on every step. None means 0.03; take less where steps wait for the link. From
         about 0.07 on every step has a sync, in 2 bits, and from 0.13 on in 4. What is
-        left of a budget between them, or of a larger one, is not used. Cannot be
-        combined with `trigger`.
+        left of a budget between them, or of a larger one, is not used. (Small arrays
+        cost more, so a tiny model has fewer syncs.) Cannot be combined with `trigger`.
       bits: bits per element of the pseudo-gradients: 8, 4, 2 or 1. None means 4 from a
-        budget of 0.13 on, which pays for them on every step, and else 2. For very small
-        budgets (0.001), try 4. Cannot be combined with `synchronizer`.
+        budget of 0.13 on, and else 2. For very small budgets (0.001), try 4. Cannot be
+        combined with `synchronizer`.
       momentum: decay rate of the local momentum, as AdamW's b1; a number in [0, 1) or a
         schedule. Try ``optax.linear_schedule(0.8, 0.95, steps)``, as in the table's
         rows.

@@ -21,7 +21,8 @@ class SiteConfig:
     Attributes:
       run: URL or folder of the run.
       name: of this site. No two may have the same.
-      bits: per element of what a site contributes, with Muon 2; None sends float32.
+      bits: per element of what a site contributes; give 2 with Muon. None sends
+        float32.
       outer_momentum: of a Nesterov step along the mean; 0 is plain averaging.
       every, quorum, grace, max_lag, poll: as for `cd.sites.Site`.
     """
