@@ -5,10 +5,10 @@
 
 `FORMS` are the points of the curve: methods of the library at a share of the bytes,
 each with a few settings (momentum, outer step, bits) and learning rates. All of
-them train for 260 steps on a seed that is not reported; between those that end hardly
-apart 1,040 steps on that seed decide. A point's best then trains 1,040 steps on three
-seeds, and so do the points that are not tuned. A line for each run goes to
-`results/curve.jsonl`;
+them train for 260 steps on a seed that is not reported; between the best setting's
+rates that end hardly apart 1,040 steps on that seed decide. A point's best then trains
+1,040 steps on three seeds, and so do the points that are not tuned. A line for each
+run goes to `results/curve.jsonl`;
 what is there is not trained again, and what was stopped resumes: stop the command
 whenever you like. Synchronous Muon and AdamW, to compare with, are the study's.
 
@@ -40,7 +40,7 @@ import curvadion_jax as cd
 from curvadion_jax import compressors, presets, synchronizers, triggers
 
 FILE = study.RESULTS / "curve.jsonl"
-CLOSE = 0.02  # what ends so little above the best after 260 steps may yet win
+CLOSE = 0.02  # a rate that ends so little above the best after 260 steps may yet win
 RISING, CONSTANT = "momentum from 0.8 to 0.95", "momentum 0.9"
 NESTEROV, MEAN = "outer step 1.0, 0.4", "plain mean"
 MEAN_IN_FOUR_BITS = "plain mean in 4 bits"  # half as many syncs for the bytes
@@ -152,29 +152,30 @@ class Form(NamedTuple):
         ]
 
     def deciding(self, results: study.Results) -> list[Run]:
-        """Those of all steps, between the tuning runs that ended close to the best."""
+        """Those of all steps, between the best setting's rates that ended close."""
         losses = {run: results[run]["loss"] for run in self.tuning() if run in results}
-        if len(losses) < len(self.tuning()):
-            return []
-        highest = (1 + CLOSE) * min(losses.values())
+        best = min(losses, key=losses.__getitem__, default=None)
         close = [
             dataclasses.replace(run, steps=study.STEPS)
             for run, loss in losses.items()
-            if loss <= highest
+            if best and run.method == best.method and loss <= (1 + CLOSE) * losses[best]
         ]
         return close if len(close) > 1 else []
 
     def tried_so_far(self, results: study.Results) -> list[Run]:
         """The tuning runs that have ended, the best one first.
 
-        Those that have trained all steps too, on the same seed, go before the others.
+        Where rates of the best setting ended close, all steps decide once all have
+        them.
         """
         ended = [run for run in self.tuning() if run in results]
+        close = self.deciding(results)
+        decided = close if all(run in results for run in close) else []
 
         def place(run: Run) -> tuple[bool, float]:
             longer = dataclasses.replace(run, steps=study.STEPS)
-            row = results.get(longer)
-            return row is None, (row or results[run])["loss"]
+            row = results[longer if longer in decided else run]
+            return longer not in decided, row["loss"]
 
         return sorted(ended, key=place)
 
@@ -182,6 +183,8 @@ class Form(NamedTuple):
         """The runs of the curve, once the best setting is known."""
         there = self.tried_so_far(results)
         if len(there) < len(self.tuning()):
+            return []
+        if not all(run in results for run in self.deciding(results)):
             return []
         best = there[0]
         return [

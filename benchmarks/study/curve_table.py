@@ -181,10 +181,13 @@ def state_lines(results: study.Results) -> Iterator[list[str]]:
     """What is trained and what is missing."""
     for form in FORMS:
         tuned = sum(run in results for run in form.tuning())
+        deciding = form.deciding(results)
+        decided = sum(run in results for run in deciding)
         there = point(form, results, study.STEPS)
         seeds = len(there.rows) if there else 0
         yield [
             *(form.name, f"{form.budget:.1%}", f"{tuned} of {len(form.tuning())}"),
+            f"{decided} of {len(deciding)}" if deciding else "",
             f"{seeds} of {len(study.SEEDS)}",
         ]
 
@@ -249,9 +252,14 @@ def document(results: study.Results) -> str:
         f"## Tuning\n\nSeed {seed}, {quarter} steps; in brackets above the reference "
         "on that seed.\n\n" + "\n".join(tuning)
     )
-    head = ("method", "budget", "tuning runs", f"runs of {study.STEPS:,} steps")
+    head = ("method", "budget", "tuning runs", "deciding runs", "reported runs")
     missing = measuring.markdown(head, state_lines(results))
-    parts.append("## What is trained\n\n" + "\n".join(missing))
+    parts.append(
+        f"## What is trained\n\nTuning runs have {quarter} steps. Where rates of the "
+        f"best setting end within {curve.CLOSE:.0%} of each other, runs of "
+        f"{study.STEPS:,} steps on seed {seed} decide between them. Reported runs "
+        "are of three seeds and as long.\n\n" + "\n".join(missing)
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
 import corpus
 import jax
-from rows import METHODS, RATES, SAME_RATE, SECOND_RATE
+from rows import COMPARED_WITH, METHODS, RATES, SAME_RATE
 from simulate import Run, Size, simulate
 
 STEPS, QUARTER = 1040, 260  # 20 tokens a parameter, and 5
@@ -83,16 +83,19 @@ def best_rate(results: Results, method: str, steps: int = QUARTER) -> float | No
 
     After a quarter of the steps on one seed, or of two after all of them.
     """
+    best = best_rates(results, method)
+    if steps == QUARTER or method not in COMPARED_WITH:
+        return next(iter(best), None)
+    means = {rate: mean_loss(results, method, rate) for rate in best[:2]}
+    return min(means, key=means.__getitem__, default=None)
+
+
+def best_rates(results: Results, method: str) -> list[float]:
+    """Those tried for a quarter of the steps, the best first; none while one lacks."""
     related = SAME_RATE.get(method, method)
     losses = losses_by_rate(results, related)
-    if rates_to_try(losses, related):
-        return None
-    first = min(losses, key=losses.__getitem__)
-    if steps == QUARTER:
-        return first
-    rates = first, SECOND_RATE.get(method, first)
-    means = {rate: mean_loss(results, method, rate) for rate in rates}
-    return min(means, key=means.__getitem__)
+    tried = sorted(losses, key=losses.__getitem__)
+    return [] if rates_to_try(losses, related) else tried
 
 
 def mean_loss(results: Results, method: str, rate: float) -> float:
@@ -100,7 +103,8 @@ def mean_loss(results: Results, method: str, rate: float) -> float:
     runs = [Run(method, rate, seed, STEPS) for seed in SEEDS]
     if not all(run in results for run in runs):
         return math.inf
-    return statistics.fmean(results[run]["loss"] for run in runs)
+    mean = statistics.fmean(results[run]["loss"] for run in runs)
+    return mean if math.isfinite(mean) else math.inf
 
 
 def rates_to_try(losses: dict[float, float], method: str) -> list[float]:
@@ -125,10 +129,11 @@ def plan(results: Results) -> list[Run]:
         for method in RATES
         for rate in rates_to_try(losses_by_rate(results, method), method)
     ]
-    second = [
+    two = [
         Run(method, rate, seed, STEPS)
         for seed in SEEDS
-        for method, rate in SECOND_RATE.items()
+        for method in COMPARED_WITH
+        for rate in best_rates(results, method)[:2]
     ]
     table = [
         Run(method, rate, seed, steps)
@@ -137,7 +142,7 @@ def plan(results: Results) -> list[Run]:
         for method in METHODS
         if (rate := best_rate(results, method)) is not None
     ]
-    return grid or [run for run in (*table, *second) if run not in results]
+    return grid or [run for run in dict.fromkeys(table + two) if run not in results]
 
 
 def folder_of(run: Run) -> Path:

@@ -20,6 +20,7 @@ import study
 from rows import (
     ADAMW,
     BEST_MUON,
+    COMPARED_WITH,
     CURVADION,
     DILOCO,
     LARGE_BATCH,
@@ -27,7 +28,6 @@ from rows import (
     METHODS,
     MULOCO,
     MUON,
-    SECOND_RATE,
 )
 from simulate import Run
 
@@ -191,7 +191,7 @@ def rates(results: study.Results) -> str:
 def second_rates(results: study.Results) -> str:
     """All steps at both rates of the methods that others are compared with."""
     lines = []
-    for method in SECOND_RATE:
+    for method in COMPARED_WITH:
         rates = {run.rate for run in results if run.method == method}
         for rate in sorted(rates):
             runs = [Run(method, rate, seed, study.STEPS) for seed in study.SEEDS]

@@ -63,9 +63,31 @@ def test_the_plan_ends_where_no_best_rate_is_at_an_edge():
             results[run] = {"loss": abs(np.log(run.rate / best))}
     grid, total = len(study.RATES), len(rows.METHODS) * len(study.SEEDS) * 2
     # Those of seed 0 at a quarter of the steps are in the grid, but for SAME_RATE.
-    second = len(rows.SECOND_RATE) * len(study.SEEDS)
+    second = len(rows.COMPARED_WITH) * len(study.SEEDS)
     assert counted == [4 * grid, grid, grid, total - grid + second]
     assert study.best_rate(results, rows.LOCAL_MUON + rows.RISING) == 0.32
+
+
+@pytest.mark.parametrize("method", rows.COMPARED_WITH)
+@pytest.mark.parametrize("lower", [0, 1])
+def test_the_zero_has_the_better_of_two_rates_after_all_steps(method, lower):
+    related = rows.SAME_RATE.get(method, method)
+    middle = rows.RATES[related][1]
+    losses = {rate: abs(np.log(rate / (1.1 * middle))) for rate in rows.RATES[related]}
+    results = {
+        Run(related, rate, 0, study.QUARTER): {"loss": loss}
+        for rate, loss in losses.items()
+    }
+    best = study.best_rates(results, method)[:2]
+    assert best == sorted(losses, key=losses.__getitem__)[:2]
+    for rate in best:
+        assert study.best_rate(results, method, study.STEPS) == best[0]
+        results |= {
+            Run(method, rate, seed, study.STEPS): {"loss": rate != best[lower]}
+            for seed in study.SEEDS
+        }
+    assert study.best_rate(results, method, study.STEPS) == best[lower]
+    assert study.best_rate(results, method) == best[0]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +144,10 @@ def test_tuning_runs_of_all_steps_decide():
     losses = dict(zip(form.tuning(), (1.0, 1.019, 1.021, 1.3), strict=True))
     first, second, *others = losses
     results = {run: {"loss": loss} for run, loss in losses.items()}
-    assert form.tried_so_far(results) == [first, second, *others]
     for run, loss in zip(form.deciding(results), (0.9, 0.8), strict=True):
+        assert form.tried_so_far(results) == [first, second, *others]
+        assert form.reported(results) == []
+        assert run in curve.plan(results)
         results[run] = {"loss": loss}
     assert form.tried_so_far(results) == [second, first, *others]
     assert {run.rate for run in form.reported(results)} == {second.rate}
