@@ -147,8 +147,8 @@ def place(tree: Any, mesh: Replicas) -> Any:
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
             return x
-        # Not weakly typed: what a checkpoint restores is not.
         _check_fits(x)
+        # Not weakly typed: what a checkpoint restores is not.
         x = jnp.asarray(x, jnp.result_type(x))
         if not isinstance(mesh, Mesh):
             return x
