@@ -46,8 +46,9 @@ def test_a_scheduled_momentum_is_one_that_is_injected():
     params, gradients = problem(2)
     rising = optax.linear_schedule(0.5, 0.9, STEPS)
     mesh = cd.replicas.simulated(2)
-    options = {"momentum": rising, "budget": 0.5, "mesh": mesh}
-    inject = optax.inject_hyperparams(cd.local_muon, static_args=("budget", "mesh"))
+    options = {"momentum": rising, "budget": 0.5, "bits": 2, "mesh": mesh}
+    static = "budget", "bits", "mesh"
+    inject = optax.inject_hyperparams(cd.local_muon, static_args=static)
     injected: Any = inject(RATE, **options)
     expected = list(helpers.run(injected, mesh, params, gradients))
     run = list(helpers.run(cd.local_muon(RATE, **options), mesh, params, gradients))

@@ -305,6 +305,7 @@ def test_the_default_is_made_of_public_parts(name):
         momentum=0.9,
         weight_decay=optax.constant_schedule(0.01),
         budget=0.5,
+        bits=2,
         mesh=mesh,
     )
     trees = helpers.make_gradients(6, 2)
