@@ -97,7 +97,7 @@ def curve_of_bytes() -> None:
     of_muon = curve.LOCAL_MUON, curve.FEW_BITS
     panels = [
         [of for of in found if of.form.name in names]
-        for names in (of_muon, curve_table.OF_ADAMW)
+        for names in (of_muon, (curve.LOCAL_ADAMW,))
     ]
     panels = [panel for panel in panels if len(panel) > 1]
     figure, every = themed.subplots(300 * len(panels), len(panels))
@@ -139,7 +139,7 @@ def curve_of_bytes() -> None:
             )
         axes.set_xscale("log")
         axes.set(xlim=(0.12, 160), ylim=(-3, largest + 1.5))
-        ticks = [0.1, 0.3, 1, 3, 7, 14, 100]
+        ticks = [0.1, 0.3, 1, 3, 7, 13, 100]
         axes.set_xticks(ticks, [f"{tick:g}%" for tick in ticks])
         axes.minorticks_off()
         levels = range(0, int(largest) + 1, 5)
