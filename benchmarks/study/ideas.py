@@ -22,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "char_lm"))
 
-import baselines
 import corpus
 import data
 import jax
@@ -163,11 +162,11 @@ def with_adam_rate(share: float, budget: float | None) -> rows.Method:
 
 
 def gradients_in_two_bits(momentum: Callable[[int], Any]) -> rows.Method:
-    return lambda rate, steps, mesh: cd.adaptive_sync(
-        baselines.muon(rate, momentum(steps)),
-        triggers.always(),
-        synchronizers.average_gradients(compressors.quantize(2)),
-        mesh,
+    return lambda rate, steps, mesh: cd.presets.synchronous_muon(
+        rate,
+        momentum=momentum(steps),
+        compressor=compressors.quantize(2),
+        **rows.matrices(mesh),
     )
 
 

@@ -192,8 +192,7 @@ def second_rates(results: study.Results) -> str:
     """All steps at both rates of the methods that others are compared with."""
     lines = []
     for method in COMPARED_WITH:
-        rates = {run.rate for run in results if run.method == method}
-        for rate in sorted(rates):
+        for rate in sorted(study.best_rates(results, method)[:2]):
             runs = [Run(method, rate, seed, study.STEPS) for seed in study.SEEDS]
             losses = [results[run]["loss"] for run in runs if run in results]
             if losses:
