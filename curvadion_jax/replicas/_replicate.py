@@ -48,11 +48,11 @@ def replicate(tree: Any, mesh: Replicas) -> Any:
       [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     _rows.check_mesh(mesh)
+    for x in jax.tree.leaves(tree):
+        _check_fits(x)
     if mesh is None:
         return _trees.shared_as(tree, jax.tree.map(jnp.asarray, tree))
     replicas = _rows.count(mesh)
-    for x in jax.tree.leaves(tree):
-        _check_fits(x)
     _keys.warn_of_raw_keys(tree, (), "replicate")
 
     def broadcast(x):

@@ -218,7 +218,7 @@ def test_tensors_of_other_libraries_are_divided(mesh):
 
 
 @pytest.mark.parametrize("put", [replicas.place, replicas.replicate])
-@pytest.mark.parametrize("mesh", [replicas.make_mesh(2), replicas.simulated(2)])
+@pytest.mark.parametrize("mesh", [replicas.make_mesh(2), replicas.simulated(2), None])
 def test_a_number_that_needs_64_bits_is_refused(mesh, put):
     large = 5_000_000_000
     for tokens in (large, np.int64(large), np.uint64(large), np.array([0, -large])):
