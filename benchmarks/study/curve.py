@@ -8,9 +8,9 @@ each with a few settings (momentum, outer step, bits) and learning rates. All of
 them train for 260 steps on a seed that is not reported; between the best setting's
 rates that end hardly apart 1,040 steps on that seed decide. A point's best then trains
 1,040 steps on three seeds, and so do the points that are not tuned. A line for each
-run goes to `results/curve.jsonl`;
-what is there is not trained again, and what was stopped resumes: stop the command
-whenever you like. Synchronous Muon and AdamW, to compare with, are the study's.
+run goes to `results/curve.jsonl`; what is there is not trained again, and what was
+stopped resumes: stop the command whenever you like. Synchronous Muon and AdamW, to
+compare with, are the study's.
 
 A run of 260 steps takes some 5 minutes of a core with AVX-512, and one of 1,040 20.
 """
@@ -132,12 +132,15 @@ class Form(NamedTuple):
         budget: Share of the bytes.
         make: (budget, setting, learning rate, steps, mesh) -> the optimizer.
         tried: Settings, and the learning rates that are tried with each.
+        decided: Those of which runs of all steps decide, however far apart they end
+            before.
     """
 
     name: str
     budget: float
     make: Make
     tried: Tried
+    decided: Tried = ()
 
     def method(self, setting: str) -> str:
         """Its name among the methods of a run."""
@@ -145,22 +148,29 @@ class Form(NamedTuple):
 
     def tuning(self) -> list[Run]:
         """The runs of which the best decides its setting and learning rate."""
-        return [
-            Run(self.method(setting), rate, study.TUNING_SEED, study.QUARTER)
-            for setting, rates in self.tried
-            for rate in rates
-        ]
+        return self._runs(self.tried)
 
     def deciding(self, results: study.Results) -> list[Run]:
         """Those of all steps, between the best setting's rates that ended close."""
         losses = {run: results[run]["loss"] for run in self.tuning() if run in results}
-        best = min(losses, key=losses.__getitem__, default=None)
+        if not losses:
+            return []
+        best = min(losses, key=losses.__getitem__)
         close = [
-            dataclasses.replace(run, steps=study.STEPS)
+            run
             for run, loss in losses.items()
-            if best and run.method == best.method and loss <= (1 + CLOSE) * losses[best]
+            if run.method == best.method and loss <= (1 + CLOSE) * losses[best]
         ]
-        return close if len(close) > 1 else []
+        found = dict.fromkeys([*close, *self._runs(self.decided)])
+        longer = [dataclasses.replace(run, steps=study.STEPS) for run in found]
+        return longer if len(longer) > 1 else []
+
+    def _runs(self, of: Tried) -> list[Run]:
+        return [
+            Run(self.method(setting), rate, study.TUNING_SEED, study.QUARTER)
+            for setting, rates in of
+            for rate in rates
+        ]
 
     def tried_so_far(self, results: study.Results) -> list[Run]:
         """The tuning runs that have ended, the best one first.
@@ -197,19 +207,24 @@ LOCAL_MUON, FEW_BITS = "`local_muon`", "Muon in few bits"
 BY_RATE = LOCAL_MUON + ", syncs by the rate"
 IN_FRAGMENTS = BY_RATE + ", in 4 fragments"
 LOCAL_ADAMW, DILOCO = "AdamW with local steps", "DiLoCo in 2 bits"
-# The likelier first. Synchronous AdamW is best at 0.02.
+# The likelier first. Synchronous AdamW is best at 0.02 after 260 steps.
 _OF_MUON: Tried = ((RISING, (0.04, 0.08)), (CONSTANT, (0.04, 0.08)))
-_OF_ADAMW: Tried = (
+_OF_ADAMW: Tried = ((MEAN, (0.02, 0.04)), (MEAN_IN_FOUR_BITS, (0.02, 0.04)))
+_MORE_OF_ADAMW: Tried = (
     (MEAN, (0.02, 0.04, 0.01, 0.08)),
     (MEAN_IN_FOUR_BITS, (0.02, 0.04)),
     (NESTEROV, (0.02, 0.01)),
 )
+# At 1% the winner of 260 steps ends high; the other wins at all other shares.
+_DECIDED_OF_ADAMW: Tried = ((MEAN, (0.04,)), (MEAN_IN_FOUR_BITS, (0.02,)))
 _OF_DILOCO: Tried = (("outer step 0.7, 0.9", (0.02, 0.01)),)
 FORMS = (
-    Form(LOCAL_MUON, 0.07, local_muon, _OF_MUON),
-    *(Form(LOCAL_ADAMW, x, local_adamw, _OF_ADAMW) for x in (0.01, 0.07)),
-    *(Form(LOCAL_MUON, x, local_muon, _OF_MUON) for x in (0.03, 0.14, 0.003, 0.01)),
-    *(Form(LOCAL_ADAMW, x, local_adamw, _OF_ADAMW) for x in (0.03, 0.003)),
+    *(
+        Form(LOCAL_MUON, x, local_muon, _OF_MUON)
+        for x in (0.07, 0.03, 0.14, 0.003, 0.01)
+    ),
+    Form(LOCAL_ADAMW, 0.01, local_adamw, _MORE_OF_ADAMW, _DECIDED_OF_ADAMW),
+    *(Form(LOCAL_ADAMW, x, local_adamw, _OF_ADAMW) for x in (0.07, 0.03, 0.003)),
     *(Form(FEW_BITS, x, muon_in_few_bits, _OF_MUON) for x in (0.07, 0.14)),
     Form(DILOCO, 0.01, diloco_in_two_bits, _OF_DILOCO),
 )
@@ -267,23 +282,15 @@ def read() -> study.Results:
 def plan(results: study.Results) -> list[Run]:
     """What is missing, in an order in which every run is of use as soon as it ends.
 
-    The first four points come first: AdamW, and `local_muon` with a rising momentum,
-    each with seed 0 of all steps as soon as the best setting is known. Then the other
-    tuning runs, the likeliest setting at every budget before the others; then the
-    reported runs, one seed at every budget and then the next, and what is not tuned.
+    The likeliest setting at every budget first, then the other tuning runs; then what
+    decides between them, and the reported runs, one seed at every budget and then the
+    next; at last what is not tuned.
     """
-    first = []
-    for form in FORMS[:4]:
-        likely = [x for x in form.tuning() if not x.method.endswith(CONSTANT)]
-        first += likely
-        if all(run in results for run in likely):
-            best = min(likely, key=lambda run: results[run]["loss"])
-            first.append(dataclasses.replace(best, seed=0, steps=study.STEPS))
     tuning = [form.tuning() for form in FORMS]
-    later = [run for tier in itertools.zip_longest(*tuning) for run in tier if run]
+    first = [run for tier in itertools.zip_longest(*tuning) for run in tier if run]
     deciding = [run for form in FORMS for run in form.deciding(results)]
     reported = [form.reported(results) for form in FORMS]
-    last = [run for tier in itertools.zip_longest(*reported) for run in tier if run]
+    later = [run for tier in itertools.zip_longest(*reported) for run in tier if run]
     untuned = [
         Run(form.method(setting), rate, seed, study.STEPS)
         for seed in study.SEEDS
@@ -291,7 +298,7 @@ def plan(results: study.Results) -> list[Run]:
         for setting, rates in form.tried
         for rate in rates
     ]
-    every = dict.fromkeys([*first, *REFERENCES, *later, *deciding, *last, *untuned])
+    every = dict.fromkeys([*REFERENCES, *first, *deciding, *later, *untuned])
     return [run for run in every if run not in results]
 
 

@@ -118,9 +118,10 @@ def test_every_row_of_the_table_can_be_trained_again():
 
 def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
     results = {}
+    winners = {form.method(form.tried[-1][0]) for form in curve.FORMS}
     while runs := curve.plan(results):
         run = runs[0]
-        wins = curve.CONSTANT in run.method or curve.NESTEROV in run.method
+        wins = run.method in winners
         loss = 2.0 - 0.5 * wins - 5 * run.rate  # apart by more than curve.CLOSE
         results[run] = {"loss": loss, "date": "", "bytes": 1}
     for form in curve.FORMS:
@@ -132,10 +133,10 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
         assert reported <= results.keys()
         point = curve_table.point(form, results, study.STEPS)
         assert point.best_of == len(form.tuning())
-    longer = [run for run in results if run.steps == study.STEPS]
+    seeds = [run.seed for run in results if run.steps == study.STEPS]
     forms = len(curve.FORMS) + len(curve.UNTUNED)
-    # Seed 0 of two forms was trained before the last settings of theirs were.
-    assert len(longer) == forms * len(study.SEEDS) + 2
+    assert sum(seed in study.SEEDS for seed in seeds) == forms * len(study.SEEDS)
+    assert seeds.count(study.TUNING_SEED) == 3  # two are always decided, and the best
     assert {run.seed for run in results if run.steps != study.STEPS} == {3}
 
 
@@ -143,6 +144,7 @@ def test_tuning_runs_of_all_steps_decide():
     form = curve.FORMS[0]
     losses = dict(zip(form.tuning(), (1.0, 1.019, 1.021, 1.3), strict=True))
     first, second, *others = losses
+    assert form.deciding({}) == []
     results = {run: {"loss": loss} for run, loss in losses.items()}
     for run, loss in zip(form.deciding(results), (0.9, 0.8), strict=True):
         assert form.tried_so_far(results) == [first, second, *others]
@@ -151,6 +153,19 @@ def test_tuning_runs_of_all_steps_decide():
         results[run] = {"loss": loss}
     assert form.tried_so_far(results) == [second, first, *others]
     assert {run.rate for run in form.reported(results)} == {second.rate}
+
+
+def test_what_is_named_decides_however_far_apart_it_ended():
+    form = curve.FORMS[0]._replace(decided=((curve.CONSTANT, (0.08,)),))
+    losses = dict(zip(form.tuning(), (1.0, 1.1, 1.2, 1.3), strict=True))
+    first, *_, named = losses
+    results = {run: {"loss": loss} for run, loss in losses.items()}
+    deciding = form.deciding(results)
+    assert [(run.method, run.rate) for run in deciding] == [
+        (run.method, run.rate) for run in (first, named)
+    ]
+    results |= {run: {"loss": run.method == first.method} for run in deciding}
+    assert form.tried_so_far(results)[0] == named
 
 
 def test_no_part_of_the_text_is_read_twice(corpus):
