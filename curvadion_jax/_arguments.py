@@ -34,6 +34,16 @@ def check_static(value: Any, what: str) -> None:
         )
 
 
+def check_dtype(value: Any, what: str) -> None:
+    """Rejects a dtype that cannot hold momenta, such as one of integers."""
+    check_static(value, what)
+    if value is not None and not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+        raise ValueError(
+            f"{what} is {jnp.dtype(value)}, which is no dtype of real numbers. Give "
+            "one such as bfloat16, or None."
+        )
+
+
 def check_int(value: Any, what: str) -> None:
     """Rejects what is not a plain int, an array included, or is below 1."""
     if not isinstance(value, int):

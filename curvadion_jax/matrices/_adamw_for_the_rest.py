@@ -24,11 +24,11 @@ def choose(
         adam_learning_rate=adam_learning_rate, other_optimizer=given
     )
     _arguments.check_numbers(learning_rate=learning_rate)
+    _arguments.check_dtype(mu_dtype, "mu_dtype")
     if given is not None:
         return given
     rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     _arguments.check_numbers(adam_learning_rate=rate)
-    _arguments.check_static(mu_dtype, "mu_dtype")
     return optax.adamw(
         rate, 0.9, 0.95, eps, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov
     )

@@ -152,8 +152,8 @@ def scale_by_dion(
 
     Raises:
       TypeError: if `rank` is traced, or `dimension_numbers` was taken for a schedule.
-      ValueError: if `rank` or `momentum` is out of range; at `init`, if a parameter is
-        not a matrix.
+      ValueError: if `rank` or `momentum` is out of range, or `mu_dtype` is one of
+        integers; at `init`, if a parameter is not a matrix.
 
     Example:
       >>> tx = scale_by_dion(rank=1)
@@ -174,6 +174,7 @@ def scale_by_dion(
     rank = _RANK if rank is None else rank
     _matrix_view.check_rank(rank)
     _arguments.check_numbers(below=1, momentum=momentum)
+    _arguments.check_dtype(mu_dtype, "mu_dtype")
     _two_optimizers.check_injected(dimension_numbers, momentum)
 
     def init_fn(params):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from curvadion_jax import _dtypes, _finite, compressors
+from curvadion_jax import _arguments, _dtypes, _finite, compressors
 from curvadion_jax.mesh._rows import Replicas
 from curvadion_jax.synchronizers._types import AfterStep, Part
 
@@ -47,12 +47,16 @@ def reconcile(
       (1/512 of the parameter) is rounded away at every sync, so keep parameters in
       float32 and compute in bfloat16.
 
+    Raises:
+      ValueError: if `residual_dtype` is one of integers.
+
     Example:
       >>> diloco = reconcile(optax.sgd(0.7, momentum=0.9, nesterov=True))
 
     References:
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023
     """
+    _arguments.check_dtype(residual_dtype, "residual_dtype")
     outer = optax.with_extra_args_support(optax.scale(-1) if outer is None else outer)
     form = compressors.exact() if compressor is None else compressor
 

@@ -122,6 +122,18 @@ CASES = {
         lambda: init(optax.inject_hyperparams(cd.dion)(0.1, mu_dtype=jnp.bfloat16)),
         *(TypeError, r"mu_dtype must be a Python value.*static_args=\('mu_dtype',\)"),
     ),
+    "momentum of integers": (
+        lambda: cd.local_muon(0.1, mu_dtype=jnp.int8, other_optimizer=optax.sgd(0.1)),
+        *(ValueError, "mu_dtype is int8, which is no dtype of real"),
+    ),
+    "Dion's momentum of integers": (
+        lambda: cd.scale_by_dion(2, mu_dtype="int8"),
+        *(ValueError, "mu_dtype is int8, which is no dtype of real"),
+    ),
+    "residual of integers": (
+        lambda: cd.synchronizers.reconcile(residual_dtype=jnp.int32),
+        *(ValueError, "residual_dtype is int32, which is no dtype of real"),
+    ),
     "bits of text": (lambda: cd.local_muon(0.1, bits="2"), ValueError, "bits is '2'"),
     "bits of a float": (lambda: cd.compressors.quantize(2.0), ValueError, r"2\.0"),
     "replicas of text": (lambda: replicas.make_mesh("2"), TypeError, "got '2'"),
