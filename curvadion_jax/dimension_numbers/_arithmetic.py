@@ -58,7 +58,7 @@ def elementwise(reader, equation, operands, needed):
         for value, old in zip(operands, shapes, strict=True)
     ]
     name = equation.primitive.name
-    if name == "mul":
+    if name == "mul" and equation.invars[0] is not equation.invars[1]:  # no square
         reader.follow_rows(values)
     if name == "select_n" and is_given(values[0]):
         _select(reader, values[1:])

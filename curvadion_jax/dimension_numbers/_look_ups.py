@@ -89,4 +89,6 @@ def _look_up(
         return Value("weight", tuple(found))
     kind, why = "lookup" if by_data else "constant lookup", "rows are looked up"
     uses = [reader.record(equation, x.parameter, kind, why) for x in found]
+    if not any(x.all_axes for x in found):
+        return Value("activation")  # Numbers scale a layer, and are no layer after it.
     return Value("activation", open=frozenset(use for use in uses if use))

@@ -168,16 +168,17 @@ class Reader:
             self.facts.maybe_followed |= products
 
     def follow_rows(self, values: Values) -> None:
-        """Notes a product of activations, if rows of a table are among them.
+        """Notes a product of activations, if rows of a table are in one of them.
 
         The rows are parameters, so a product with them follows the other activations.
         """
-        products = _values.open_of(values)
-        kinds = {use.kind for use in products}
-        if "lookup" in kinds:
-            self.follow(products)
-        elif "unknown" in kinds:
-            self.may_follow(products)
+        for i, value in enumerate(values):
+            others = [other for j, other in enumerate(values) if j != i]
+            kinds = {use.kind for use in _values.open_of(others)}
+            if "lookup" in kinds:
+                self.follow(_values.open_of([value]))
+            elif "unknown" in kinds:
+                self.may_follow(_values.open_of([value]))
 
     def tell(self, output: Output, axes: Axes, what: str) -> None:
         """Notes what an equation tells of some output axes of an earlier product.

@@ -834,6 +834,31 @@ def sampled_softmax(p, x, tokens):
     return jnp.sum(wrong) - jnp.sum(h * p["items"][tokens])
 
 
+@construct(
+    X,
+    TOKENS,
+    w=MATRIX,
+    head=one((WIDE, 7), "head"),
+    weights=one((VOCABULARY,), "vector"),
+)
+def losses_with_learned_weights(p, x, tokens):
+    """As of tasks. A number for each task is no layer after the head."""
+    losses = jnp.sum((jnp.tanh(x @ p["w"]) @ p["head"]) ** 2, -1)
+    return jnp.sum(losses * p["weights"][tokens])
+
+
+@construct(
+    X,
+    TOKENS,
+    w=MATRIX,
+    head=one((WIDE, 7), "head"),
+    bias=one((VOCABULARY, 7), "table"),
+)
+def outputs_with_looked_up_biases(p, x, tokens):
+    error = jnp.tanh(x @ p["w"]) @ p["head"] + p["bias"][tokens]
+    return jnp.sum(error * error * (tokens > 0)[..., None])
+
+
 @construct(X, TOKENS, w=MATRIX, head=one((WIDE, 7), "head"))
 def cross_entropy_as_a_product(p, x, tokens):
     chances = jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["head"])
