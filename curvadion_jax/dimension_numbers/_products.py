@@ -106,6 +106,8 @@ def _product(
 
 def _layer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
     """A product of parameters with data."""
+    if not matrix.summed:
+        return _outer(reader, equation, matrix, data)
     reader.follow(data.value.open)
     _tell_of_layer(reader, data, matrix)
     vectors = math.prod(data.shape[d] for d in (*data.kept, *data.batch))
@@ -131,6 +133,17 @@ def _layer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
     if not uses:  # All are lost, or this is a backward pass.
         uses = data.value.open
     return Value("activation", _values.unique(outputs), frozenset(uses))
+
+
+def _outer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
+    """A product that sums over nothing: a multiplication by elements."""
+    tracked = [x.moved(data.moved(matrix)) for x in data.value.tracked]
+    for x in matrix.value.weights:
+        reader.meet(equation, x, "an outer product", math.prod(matrix.shape) == 1)
+        if len(x.all_axes) > 1:  # A sum may follow.
+            dims = matrix.moved(data)(x.dims)
+            tracked.append(Mixed(dims, x.parameter, is_factor=True))
+    return activation([data.value], tracked)
 
 
 def _product_of_activations(

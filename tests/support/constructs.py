@@ -933,6 +933,11 @@ def product_by_hand_of_repeated_numbers(p, x):
 
 
 @readout(w=one((WIDTH, WIDE), "asked"))
+def product_by_hand_of_an_outer_product(p, x):
+    return jnp.einsum("btd,df->btdf", x, p["w"]).sum(2)
+
+
+@readout(w=one((WIDTH, WIDE), "asked"))
 def product_by_hand_summed_by_a_loop(p, x):
     terms = jnp.moveaxis(x[..., None] * p["w"], 2, 0)
     add = lambda total, term: (total + term, None)
