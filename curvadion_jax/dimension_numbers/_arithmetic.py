@@ -168,9 +168,12 @@ def _is_indicator(equation: Any, values: Values, shapes: Shapes) -> bool | None:
     if name not in _OF_INDICATORS:
         return False
     # One-hot vectors that are masked or smoothed still look rows up. But what is
-    # repeated to this shape is a mask itself, and so is what chooses among cases.
+    # repeated to this shape is a mask itself, and so is what chooses among cases,
+    # unless these are constants, as in jnp.where(ids == places, 1, 0).
     size = math.prod(equation.outvars[0].aval.shape)
-    pairs = list(zip(values, shapes, strict=True))[name == "select_n" :]
+    pairs = list(zip(values, shapes, strict=True))
+    if name == "select_n" and any(values[1:]):
+        pairs = pairs[1:]
     whole = [value for value, own in pairs if value and math.prod(own) == size]
     return None if any(x.is_indicator is not False for x in whole) else False
 

@@ -371,11 +371,14 @@ def embedding_of_one_hot_vectors(p, tokens):
     TOKENS,
     masked=one((VOCABULARY, WIDTH), "asked"),
     smoothed=one((VOCABULARY, WIDTH), "asked"),
+    chosen=one((VOCABULARY, WIDTH), "asked"),
 )
-def one_hot_vectors_masked_or_smoothed(p, tokens):
+def one_hot_vectors_masked_smoothed_or_chosen(p, tokens):
     hot = jax.nn.one_hot(tokens, VOCABULARY)
     masked = hot * (tokens > 0)[..., None]
-    return masked @ p["masked"] + (0.9 * hot + 0.1 / VOCABULARY) @ p["smoothed"]
+    smoothed = 0.9 * hot + 0.1 / VOCABULARY
+    chosen = jnp.where(tokens[..., None] == jnp.arange(VOCABULARY), 1.0, 0.0)
+    return masked @ p["masked"] + smoothed @ p["smoothed"] + chosen @ p["chosen"]
 
 
 @readout(
