@@ -108,6 +108,8 @@ def _layer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
     """A product of parameters with data."""
     if not matrix.summed:
         return _outer(reader, equation, matrix, data)
+    if data.value.is_indicator and _has_matrices(matrix):
+        return _chosen(matrix, data)
     reader.follow(data.value.open)
     _tell_of_layer(reader, data, matrix)
     vectors = math.prod(data.shape[d] for d in (*data.kept, *data.batch))
@@ -144,6 +146,21 @@ def _outer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
             dims = matrix.moved(data)(x.dims)
             tracked.append(Mixed(dims, x.parameter, is_factor=True))
     return activation([data.value], tracked)
+
+
+def _has_matrices(matrix: _Side) -> bool:
+    """Whether one place of what is summed over has more than one axis."""
+    return any(len(x.at(matrix.kept)) > 1 for x in matrix.value.weights)
+
+
+def _chosen(matrix: _Side, data: _Side) -> Value:
+    """Matrices that one-hot vectors choose from a stack, as a look-up does."""
+    move = matrix.moved(data)
+    chosen = [
+        dataclasses.replace(x.moved(move), stack=x.stack | x.at(matrix.summed))
+        for x in matrix.value.weights
+    ]
+    return Value("weight", _values.unique(chosen))
 
 
 def _product_of_activations(

@@ -644,6 +644,12 @@ def matrices_looked_up(p, tokens, x):
     return jnp.einsum("btd,btdf->btf", x, p["w"][tokens])
 
 
+@readout(WIDTH, jnp.zeros(BATCH, int), X, w=one((5, WIDTH, WIDTH), STACKED))
+def matrices_chosen_by_one_hot_vectors(p, task, x):
+    chosen = jnp.einsum("be,edf->bdf", jax.nn.one_hot(task, 5), p["w"])
+    return jnp.einsum("btd,bdf->btf", x, chosen)
+
+
 @readout(WIDTH, w=one((WIDTH, HEADS, SIZE), "asked"))
 def norm_of_heads_that_are_not_followed(p, x):
     heads = jnp.einsum("btd,dhk->bthk", x, p["w"])
