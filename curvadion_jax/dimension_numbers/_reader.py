@@ -97,6 +97,8 @@ class Reader:
         handler = self._handlers.get(equation.primitive.name, unknown)
         self._path.append(equation)
         results = handler(self, equation, operands, needed)
+        if not self._has_own_derivative:
+            results = list(map(_without_gradient, results, equation.outvars))
         self._path.pop()
         return results
 
@@ -107,6 +109,11 @@ class Reader:
     @property
     def _is_backward(self) -> bool:
         return any(map(_backward.is_backward, self._path))
+
+    @property
+    def _has_own_derivative(self) -> bool:
+        """Whether the user gives a derivative, which may pass through whole numbers."""
+        return any(x.primitive.name.startswith("custom_") for x in self._path)
 
     # What handlers note
 
@@ -225,6 +232,16 @@ def unknown(
     )
     maybe = dataclasses.replace(result, is_indicator=None)
     return [maybe if may_be or not _is_float(v) else result for v in equation.outvars]
+
+
+def _without_gradient(value: Value | None, variable: Any) -> Value | None:
+    """The value of a variable. A product follows no other through whole numbers.
+
+    As of choices that are drawn from logits, and are inputs of the next step.
+    """
+    if value is None or _is_float(variable):
+        return value
+    return dataclasses.replace(value, open=frozenset())
 
 
 def _is_float(variable: Any) -> bool:

@@ -894,6 +894,41 @@ def experts_on_a_grid(p, x):
     return jnp.einsum("btghcf,ghcfd->btghd", hidden, down).sum((2, 3))
 
 
+@construct(
+    X,
+    jax.random.key(0),
+    start=one((WIDTH, WIDE)),
+    u=one((WIDE, WIDE)),
+    choices=one((7, WIDE), "table"),
+    head=one((WIDE, 7), "head"),
+)
+def choices_that_are_drawn_and_fed_back(p, x, key):
+    """Whole numbers have no gradient, so that no layer follows the head."""
+
+    def step(h, key):
+        logits = h @ p["head"]
+        chosen = jax.nn.one_hot(jax.random.categorical(key, logits), 7)
+        chance = jnp.sum(chosen * jax.nn.log_softmax(logits))
+        return jnp.tanh(h @ p["u"] + chosen @ p["choices"]), chance
+
+    first = jnp.tanh(x[:, 0] @ p["start"])
+    return jnp.sum(lax.scan(step, first, jax.random.split(key, 3))[1])
+
+
+@jax.custom_jvp
+def _spike(x):
+    return (x > 0).astype(x.dtype)
+
+
+_spike.defjvp(lambda x, dx: (_spike(*x), dx[0] / (1 + x[0] ** 2)))
+
+
+@readout(WIDTH, w=MATRIX, v=one((WIDE, WIDTH)))
+def spikes(p, x):
+    """A derivative of the user's passes through a comparison."""
+    return _spike(_spike(x @ p["w"]) @ p["v"])
+
+
 @construct(w=MATRIX, logits=one((WIDE, 7), "asked"), values=one((WIDE, 7), "asked"))
 def value_expected_of_choices(p, x):
     hidden = jnp.tanh(x @ p["w"])
@@ -1127,9 +1162,9 @@ def attention_of_a_tiled_probe(p, x):
 def experts_of_gathered_tokens(p, x):
     x = x.reshape(-1, WIDTH)
     gate = jax.nn.softmax(x @ p["router"])
-    chosen = lax.top_k(gate.T, 4)[1]
+    gates, chosen = lax.top_k(gate.T, 4)
     hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", x[chosen], p["up"]))
-    mixed = jnp.einsum("ecf,efd->ecd", hidden, p["down"])
+    mixed = jnp.einsum("ecf,efd->ecd", hidden, p["down"]) * gates[..., None]
     return jnp.zeros_like(x).at[chosen].add(mixed) @ p["after"]
 
 
