@@ -26,17 +26,32 @@ def transpose(reader, equation, operands, needed):
 
 
 def reshape(reader, equation, operands, needed):
-    """Reshapes; output axes of a product that it merges are one side of a matrix."""
-    old, new = _shapes(equation)
+    """Reshapes, and before that transposes if the equation says so."""
+    value, (old, new) = operands[0], _shapes(equation)
+    if order := equation.params.get("dimensions"):
+        value = value.moved(lambda dims: tuple(dims[d] for d in order))
+        old = [old[d] for d in order]
+    return [_reshaped(reader, value, old, new)]
+
+
+def squeeze(reader, equation, operands, needed):
+    """Removes or adds axes of length 1."""
+    return [_reshaped(reader, operands[0], *_shapes(equation))]
+
+
+def _reshaped(
+    reader: Reader, value: Value, old: Sequence[int], new: Sequence[int]
+) -> Value:
+    """A reshape; output axes of a product that it merges are one side of a matrix."""
     move = lambda dims: _axes.reshaped(dims, old, new)
-    for x in operands[0].outputs:
+    for x in value.outputs:
         dims = move(x.dims)
         for d in range(len(new)):
             if len(merged := _axes.axes_at(dims, [d])) > 1:
                 reader.tell(x, merged, "joined")
         # A shift of every row against the others, as of relative positions.
         reader.tell(x, _axes.torn(x.dims, dims), "selected")
-    return [operands[0].moved(move)]
+    return value.moved(move)
 
 
 def broadcast_in_dim(reader, equation, operands, needed):

@@ -108,6 +108,11 @@ def cast_and_transposed_twice(p, x):
     return x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16).T.T
 
 
+@readout(w=one((2, WIDTH, WIDE // 2), ((1,), (0, 2))))
+def reshape_that_transposes(p, x):
+    return x @ lax.reshape(p["w"], (WIDTH, WIDE), dimensions=(1, 0, 2))
+
+
 @readout(w=one((WIDE, WIDTH), OUT_IN))
 def of_one_vector_at_a_time(p, x):
     return jax.vmap(jax.vmap(lambda v: p["w"] @ v))(x)
