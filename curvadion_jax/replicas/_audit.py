@@ -162,6 +162,13 @@ _CALLED = re.compile(
     r"(?:calls|body|condition|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _COMPUTATION = re.compile(r"[\w.\-]+")
+# Slices of TPUs talk by a runtime: (f32[8], u32[], token[]) recv(...), ..., with a
+# target of slices and devices: {{100000,200000},{100001,200001}}, or "{1,2}x{0:1}"
+_BETWEEN_SLICES = re.compile(
+    r"= \((.*), u32\[\]\S*, token\[\]\) recv\(.*_rendezvous=\"([^\"]*)\""
+    r'.*_megascale_target=(.*),_xla_megascale_transfer_type="(\w*)"'
+)
+_PARTITIONS = re.compile(r"num_partitions=(\d+)")  # devices of a slice
 _NAME = re.compile(r'op_name="([^"]*)"')
 _WRAPPERS = re.compile(
     r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call"
@@ -185,6 +192,8 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
     called = defaultdict(set)
     inside = {VOTE: set(), SYNC: set()}  # computations of these conditions
     computation = entry = ""
+    partitions = _PARTITIONS.search(text)
+    of_slice = replica[:: int(partitions[1])] if partitions else replica
     for line in text.splitlines():
         if not line.startswith(" ") and (start := _HEAD.match(line)):
             computation = start[2]
@@ -199,7 +208,8 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
                     inside[condition].update(names)
         for names in _CALLED.findall(line):
             called[computation].update(_COMPUTATION.findall(names))
-        if message := _message(line, replica):
+        message = _message(line, replica) or _message_between(line, of_slice)
+        if message:
             messages[computation].append(message)
 
     def reached(start: set[str], stop: set[str]) -> set[str]:
@@ -232,13 +242,32 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
     result, kind, in_background = operation.groups()
     if in_background and kind != "all-reduce":
         _, result, *_ = _elements(result)  # behind its operands, before contexts
+    name = _NAME.search(line)
+    # Without what every name begins with: jit(train_step)/while/body/cond/...
+    return _described(kind, result, _WRAPPERS.sub("", name[1]) if name else "")
+
+
+def _message_between(line: str, of_slice: np.ndarray) -> Message | None:
+    """What slices send to each other; `of_slice` has the first replica of each."""
+    found = _BETWEEN_SLICES.search(line)
+    if not found:
+        return None
+    result, origin, target, kind = found.groups()
+    groups = [
+        [int(x) // 100_000 or int(x) for x in re.findall(r"\d+", group)]
+        for group in re.findall(r"\{([^{}]*)\}", target.partition("x")[0])
+    ]
+    joined = [{of_slice[number - 1] for number in group} for group in groups]
+    if joined and all(len(each) == 1 for each in joined):  # none: unknown notation
+        return None
+    return _described(kind.lower().replace("_", "-"), result, origin)
+
+
+def _described(kind: str, result: str, origin: str) -> Message:
     arrays = _ARRAY.findall(result)
     size = sum(_bytes_of(dtype, shape) for dtype, shape in arrays)
     counts = Counter(f"{dtype}[{shape}]" for dtype, shape in arrays)
     shown = [f"{n} x {array}" if n > 1 else array for array, n in counts.items()]
-    name = _NAME.search(line)
-    # Without what every name begins with: jit(train_step)/while/body/cond/...
-    origin = _WRAPPERS.sub("", name[1]) if name else ""
     return Message(kind, ", ".join(shown), size, origin)
 
 

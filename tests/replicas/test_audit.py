@@ -364,6 +364,40 @@ def test_bytes_are_those_of_the_result(result, kind, size):
     assert found.bytes == size
 
 
+PER_DEVICE = "{{100000,%s00000},{100001,%s00001},{%s00000,400000},{%s00001,400001}}"
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "found"),
+    [
+        (PER_DEVICE % (3, 3, 2, 2), "ALL_REDUCE", ["all-reduce"]),
+        (PER_DEVICE % (2, 2, 3, 3), "ALL_REDUCE", []),
+        ("{{100001->300000},{300001->100000}}", "ONE_TO_ONE", ["one-to-one"]),
+        ("{{100001->200000},{300001->400000}}", "ONE_TO_ONE", []),
+        ('"{1,2,3,4}x{0:1}"', "ALL_GATHER", ["all-gather"]),
+        ("of tomorrow", "ALL_TO_ALL", ["all-to-all"]),
+    ],
+)
+def test_what_slices_of_tpus_send_by_their_runtime_is_named(target, kind, found):
+    """Two replicas of two slices each, of two devices. Text of libtpu 0.0.42."""
+    attributes = (
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        '_xla_host_transfer_rendezvous="pmax.7_0",'
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    )
+    shape = "(s32[1,1,128]{2,1,0:T(1,128)}, u32[]{:S(2)}, token[])"
+    rest = f"is_host_transfer=true, frontend_attributes={{{attributes}}}"
+    text = f"""HloModule jit_f, is_scheduled=true, num_partitions=2
+ENTRY %main (x: s32[1,1,128]) -> s32[1,1,128] {{
+  %send = {shape} send(%x, %after-all), channel_id=2, {rest}
+  %recv = {shape} recv(%after-all), channel_id=1, {rest}
+  %print = {shape} recv(%after-all), channel_id=3, is_host_transfer=true
+}}"""
+    every_step = read_program(text, np.repeat([0, 1], 4)).every_step
+    assert [x.kind for x in every_step] == found
+    assert {(x.bytes, x.origin) for x in every_step} <= {(512, "pmax.7_0")}
+
+
 @pytest.mark.parametrize(
     ("written", "groups"),
     [
