@@ -156,7 +156,8 @@ _COLLECTIVE = re.compile(
     r"collective-(?:permute|broadcast))(-start)?\("
 )
 _BRANCHES = re.compile(
-    r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))"
+    r"branch_computations=\{([^}]*)\}"
+    r"|true_computation=(%?[\w.\-]+), false_computation=(%?[\w.\-]+)"
 )
 _CALLED = re.compile(
     r"(?:calls|body|condition|to_apply|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -190,7 +191,7 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
     """Finds the messages between replicas; `replica` is that of every device."""
     messages = defaultdict(list)  # by the computation that they are in
     called = defaultdict(set)
-    inside = {VOTE: set(), SYNC: set()}  # computations of these conditions
+    inside = {VOTE: set(), SYNC: set()}  # what these conditions call if they hold
     computation = entry = ""
     partitions = _PARTITIONS.search(text)
     of_slice = replica[:: int(partitions[1])] if partitions else replica
@@ -199,13 +200,14 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
             computation = start[2]
             entry = computation if start[1] else entry
             continue
-        for listed, single in _BRANCHES.findall(line):
-            names = _COMPUTATION.findall(listed or single)
+        for listed, if_true, if_false in _BRANCHES.findall(line):
+            names = _COMPUTATION.findall(listed or f"{if_false}, {if_true}")
             called[computation].update(names)
             name = _NAME.search(line)
             for condition in inside:
-                if name and condition in name[1]:
-                    inside[condition].update(names)
+                # Not a condition within a branch, of which either may be.
+                if name and re.search(rf"{condition}(?!.*branch_)", name[1]):
+                    inside[condition].add(names[-1])  # the other is a local step
         for names in _CALLED.findall(line):
             called[computation].update(_COMPUTATION.findall(names))
         message = _message(line, replica) or _message_between(line, of_slice)

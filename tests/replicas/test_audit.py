@@ -298,6 +298,14 @@ UNHEARD = "  %c = f32[] custom-call(%x), of_tomorrow={%loud}"
 CALL = "  %d = f32[] call(%x), to_apply=%loud"
 CONDITION = "  %e = f32[] conditional(%p, %x), branch_computations={%quiet, %branch}"
 OURS = f'{CONDITION}, metadata={{op_name="jit(f)/while/body/curvadion_sync/cond"}}'
+LOCAL = OURS.replace("%quiet, %branch", "%branch, %quiet")
+OF_BOOL = OURS.replace(
+    "branch_computations={%quiet, %branch}",
+    "true_computation=%branch, false_computation=%quiet",
+)
+# A condition in the local branch: its name contains the sync's.
+AROUND = OURS.replace("{%quiet, %branch}", "{%within, %quiet}")
+WITHIN = OURS.replace("/cond", "/cond/branch_0_fun/cond")
 VOTE = OURS.replace("curvadion_sync", "curvadion_vote")
 
 
@@ -311,11 +319,15 @@ VOTE = OURS.replace("curvadion_sync", "curvadion_vote")
         pytest.param([OURS], [UNHEARD], "every_step", id="unknown in a branch"),
         pytest.param([CALL, OURS], [CALL], "every_step", id="in a branch too"),
         pytest.param([CONDITION], [CALL], "every_step", id="in a branch of another"),
+        pytest.param([LOCAL], [CALL], "every_step", id="in the local branch"),
+        pytest.param([AROUND], [CALL], "every_step", id="in a branch of that"),
+        pytest.param([OF_BOOL], [CALL], "sync", id="as XLA writes it of bool"),
     ],
 )
 def test_what_is_sent_is_found_by_who_calls_it(entry, branch, when):
     """Once, and on every step where that cannot be told."""
-    programs = {"quiet": [QUIET], "loud": [LOUD], "branch": branch, "ENTRY main": entry}
+    programs = {"quiet": [QUIET], "loud": [LOUD], "branch": branch}
+    programs |= {"within": [WITHIN] if entry == [AROUND] else [], "ENTRY main": entry}
     text = "\n".join(
         line
         for name, lines in programs.items()
