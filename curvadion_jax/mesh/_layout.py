@@ -114,9 +114,9 @@ def make_layout(mesh: Replicas, specs: Any, params: Any) -> Layout:
     leaves = _of_every_leaf(specs, params)
     found = {}
     pairs = zip(_trees.leaves_with_path(params), leaves, strict=True)
-    for (path, _), spec in pairs:
+    for (path, rows), spec in pairs:
         spec = spec.spec if isinstance(spec, NamedSharding) else spec
-        _check_spec(path, spec, mesh)
+        _check_spec(path, spec, rows.shape[1:], mesh)
         found[path] = _within(spec, axes)
     return Layout(axes, found, _rows.count(mesh))
 
@@ -140,8 +140,8 @@ def _of_every_leaf(specs: Any, params: Any) -> list[Any]:
     return leaves
 
 
-def _check_spec(path: str, spec: P, mesh: Any) -> None:
-    """Rejects axes that the mesh lacks, and the specs of rows."""
+def _check_spec(path: str, spec: P, shape: tuple[int, ...], mesh: Any) -> None:
+    """Rejects axes that the mesh or the parameter lacks, and the specs of rows."""
     # Rules of a whole mesh may name the replicas behind another axis.
     unknown = _rows.named_axes(spec) - {*mesh.axis_names, P.UNCONSTRAINED}
     if unknown or tuple(spec)[:1] == (AXIS,):
@@ -149,6 +149,11 @@ def _check_spec(path: str, spec: P, mesh: Any) -> None:
             f"specs has {spec} for {path}. Give the PartitionSpec of one replica's "
             "parameter, as before replicas.replicate, over the axes inside a replica: "
             f"{[name for name in mesh.axis_names if name != AXIS]}."
+        )
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"specs has {spec} for {path}, of more axes than its shape {shape}. Give "
+            "at most one entry for each axis of one replica's parameter."
         )
 
 

@@ -149,6 +149,12 @@ def test_specs_of_other_axes_and_of_rows_are_refused(spec):
         helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
 
 
+def test_specs_of_more_axes_than_a_parameter_has_are_refused():
+    tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs=P(None, None, "fsdp"))
+    with pytest.raises(ValueError, match=r"for w, of more axes than.* \(4, 2\)\."):
+        helpers.start(tx, {"w": jnp.ones((4, 2))}, MESH)
+
+
 @pytest.mark.parametrize("specs", [{"w": None}, {"v": P()}, [P()]], ids=str)
 def test_specs_of_another_structure_are_refused(specs):
     tx = cd.presets.local_sgd(0.1, k=2, mesh=MESH, specs=specs)
