@@ -58,12 +58,12 @@ def elementwise(reader, equation, operands, needed):
         for value, old in zip(operands, shapes, strict=True)
     ]
     name = equation.primitive.name
-    if name == "mul" and equation.invars[0] is not equation.invars[1]:  # no square
+    if name == "mul":
         reader.follow_rows(values)
     if name == "select_n" and is_given(values[0]):
         _select(reader, values[1:])
     if not any(map(is_weight, values)):
-        result = activation(values, _still_tracked(name, values))
+        result = activation(values, still_tracked(name, values))
         is_indicator = _is_indicator(equation, values, shapes)
         return [dataclasses.replace(result, is_indicator=is_indicator)]
     if _mixes(equation, values, shapes):
@@ -101,16 +101,20 @@ def _mixes(equation: Any, values: Values, shapes: Shapes) -> bool:
 def _mixed(reader: Reader, equation: Any, values: Values, shapes: Shapes) -> Value:
     """Data combined with parameters."""
     name = equation.primitive.name
-    tracked = _still_tracked(name, values)
+    tracked = still_tracked(name, values)
     for value, own in zip(values, shapes, strict=True):
         for x in value.weights if value else ():
             reader.meet(equation, x, f"{name} with data", math.prod(own) == 1)
             if name in _LINEAR and len(x.all_axes) > 1:
                 tracked.append(Mixed(x.dims, x.parameter, name == "mul"))
-    return activation(values, tracked)
+            if name == "mul" and x.stack and len(x.all_axes) > 1:
+                # Looked up in a table of matrices: a product with them, by hand.
+                reader.may_follow(_values.open_of(values))
+    is_indicator = _is_indicator(equation, values, shapes)
+    return dataclasses.replace(activation(values, tracked), is_indicator=is_indicator)
 
 
-def _still_tracked(name: str, values: Values) -> list[Tracked]:
+def still_tracked(name: str, values: Values) -> list[Tracked]:
     """What is tracked in data, and still is in the result.
 
     A factor stays a factor under products and sums, a term under sums alone.

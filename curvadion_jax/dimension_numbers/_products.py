@@ -108,9 +108,9 @@ def _layer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
     """A product of parameters with data."""
     if not matrix.summed:
         return _outer(reader, equation, matrix, data)
+    reader.follow(data.value.open)
     if data.value.is_indicator and _has_matrices(matrix):
         return _chosen(matrix, data)
-    reader.follow(data.value.open)
     _tell_of_layer(reader, data, matrix)
     vectors = math.prod(data.shape[d] for d in (*data.kept, *data.batch))
     kind, why = "product", "a product"
@@ -145,7 +145,8 @@ def _outer(reader: Reader, equation: Any, matrix: _Side, data: _Side) -> Value:
         if len(x.all_axes) > 1:  # A sum may follow.
             dims = matrix.moved(data)(x.dims)
             tracked.append(Mixed(dims, x.parameter, is_factor=True))
-    return activation([data.value], tracked)
+    result = activation([data.value], tracked)
+    return _values.with_indicators(result, [data.value])
 
 
 def _has_matrices(matrix: _Side) -> bool:

@@ -177,15 +177,17 @@ class Reader:
     def follow_rows(self, values: Values) -> None:
         """Notes a product of activations, if rows of a table are in one of them.
 
-        The rows are parameters, so a product with them follows the other activations.
+        The rows are parameters, so a product with them follows the other activations;
+        but a square, or the rest of one, is no product with what is in both.
         """
         for i, value in enumerate(values):
+            own = _values.open_of([value])
             others = [other for j, other in enumerate(values) if j != i]
-            kinds = {use.kind for use in _values.open_of(others)}
+            kinds = {use.kind for use in _values.open_of(others) - own}
             if "lookup" in kinds:
-                self.follow(_values.open_of([value]))
+                self.follow(own)
             elif "unknown" in kinds:
-                self.may_follow(_values.open_of([value]))
+                self.may_follow(own)
 
     def tell(self, output: Output, axes: Axes, what: str) -> None:
         """Notes what an equation tells of some output axes of an earlier product.
@@ -237,7 +239,7 @@ def unknown(
 def _without_gradient(value: Value | None, variable: Any) -> Value | None:
     """The value of a variable. A product follows no other through whole numbers.
 
-    As of choices that are drawn from logits, and are inputs of the next step.
+    So a head whose drawn choices are inputs of the next step stays a head.
     """
     if value is None or _is_float(variable):
         return value

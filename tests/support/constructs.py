@@ -377,13 +377,18 @@ def embedding_of_one_hot_vectors(p, tokens):
     masked=one((VOCABULARY, WIDTH), "asked"),
     smoothed=one((VOCABULARY, WIDTH), "asked"),
     chosen=one((VOCABULARY, WIDTH), "asked"),
+    scaled=one((VOCABULARY, WIDTH), "asked"),
+    scales=one((VOCABULARY,), "vector"),
 )
-def one_hot_vectors_masked_smoothed_or_chosen(p, tokens):
+def one_hot_vectors_masked_smoothed_chosen_or_scaled(p, tokens):
     hot = jax.nn.one_hot(tokens, VOCABULARY)
     masked = hot * (tokens > 0)[..., None]
     smoothed = 0.9 * hot + 0.1 / VOCABULARY
     chosen = jnp.where(tokens[..., None] == jnp.arange(VOCABULARY), 1.0, 0.0)
-    return masked @ p["masked"] + smoothed @ p["smoothed"] + chosen @ p["chosen"]
+    scaled = hot * p["scales"] @ p["scaled"]
+    scaled += jnp.einsum("btv,v->btv", hot, p["scales"]) @ p["scaled"]
+    others = smoothed @ p["smoothed"] + chosen @ p["chosen"]
+    return masked @ p["masked"] + others + scaled
 
 
 @readout(
@@ -655,6 +660,36 @@ def matrices_chosen_by_one_hot_vectors(p, task, x):
     return jnp.einsum("btd,bdf->btf", x, chosen)
 
 
+@jax.custom_jvp
+def _hard(scores):
+    return jax.nn.one_hot(scores.argmax(-1), scores.shape[-1])
+
+
+_hard.defjvp(lambda primals, tangents: (_hard(*primals), tangents[0]))
+
+
+@readout(
+    WIDTH,
+    router=one((WIDTH, EXPERTS)),
+    experts=one((EXPERTS, WIDTH, WIDTH), STACKED),
+)
+def experts_of_a_choice_with_a_gradient(p, x):
+    chosen = jnp.einsum("bte,edf->btdf", _hard(x @ p["router"]), p["experts"])
+    return jnp.einsum("btd,btdf->btf", x, chosen)
+
+
+@construct(
+    X,
+    TOKENS,
+    w=one((WIDTH, HEADS, SIZE), "asked"),
+    items=one((VOCABULARY, HEADS, SIZE), "elementwise"),
+)
+def products_by_hand_with_heads_of_a_table(p, x, tokens):
+    queries = jnp.einsum("btd,dhk->bthk", x, p["w"])
+    hot = jax.nn.one_hot(tokens, VOCABULARY)
+    return jnp.sum(queries * jnp.einsum("btv,vhk->bthk", hot, p["items"]))
+
+
 @readout(WIDTH, w=one((WIDTH, HEADS, SIZE), "asked"))
 def norm_of_heads_that_are_not_followed(p, x):
     heads = jnp.einsum("btd,dhk->bthk", x, p["w"])
@@ -870,7 +905,9 @@ def losses_with_learned_weights(p, x, tokens):
 )
 def outputs_with_looked_up_biases(p, x, tokens):
     error = jnp.tanh(x @ p["w"]) @ p["head"] + p["bias"][tokens]
-    return jnp.sum(error * error * (tokens > 0)[..., None])
+    known = (tokens > 0)[..., None]
+    squares = error * error * known + 0.5 * error * error + known * error * error
+    return jnp.sum(squares + jax.nn.softmax(error) * jax.nn.log_softmax(error))
 
 
 @construct(X, TOKENS, w=MATRIX, head=one((WIDE, 7), "head"))
