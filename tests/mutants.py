@@ -231,6 +231,20 @@ MUTANTS = {
         "if True",
         "replicas/test_audit.py",
     ),
+    "both branches of a sync's condition are the sync": Mutant(
+        "replicas/_audit.py",
+        "inside[condition].add(names[-1])",
+        "inside[condition].update(names)",
+        "replicas/test_audit.py",
+        "who_calls",
+    ),
+    "slices are numbered as the mesh has them": Mutant(
+        "replicas/_audit.py",
+        "zip(slices, replica.tolist(), strict=False)",
+        "zip(sorted(slices), replica.tolist(), strict=False)",
+        "replicas/test_audit.py",
+        "slices",
+    ),
     "the checksum is constant": Mutant(
         "_checksum.py", "total += of_array", "total += 0 * of_array", CHECKSUMS
     ),
@@ -561,6 +575,20 @@ MUTANTS = {
     ),
     "raw inputs and classes are matrices": Mutant(
         "dimension_numbers/_by_name.py", "_LONGEST = 8", "_LONGEST = 800", BY_NAME
+    ),
+    "a square follows its own product": Mutant(
+        "dimension_numbers/_reader.py",
+        "_values.open_of(others) - own",
+        "_values.open_of(others)",
+        "dimension_numbers/test_constructs.py",
+        "right_or_asked and biases",
+    ),
+    "drawn choices are no end of a way": Mutant(
+        "dimension_numbers/_reader.py",
+        "if value is None or _is_float(variable):",
+        "if True:",
+        "dimension_numbers/test_constructs.py",
+        "right_or_asked",
     ),
     "an update takes another partition": Mutant(
         "matrices/_two_optimizers.py",

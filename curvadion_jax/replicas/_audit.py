@@ -22,7 +22,7 @@ class Message(NamedTuple):
     """One collective that joins devices of different replicas.
 
     Attributes:
-      kind: such as "all-reduce".
+      kind: such as "all-reduce"; between slices of TPUs as their runtime calls it.
       arrays: dtypes and shapes of its result, such as "8 x u8[1,72]".
       bytes: size of its result; of a message in a loop, once.
       origin: the operation that it was made for, as JAX names it.
@@ -121,13 +121,14 @@ def audit(
         compiled = of_jax(lowered.compile())
     axis = list(mesh.shape).index(AXIS)
     replica = np.indices(mesh.devices.shape)[axis].ravel()  # of every device
+    slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
     text = compiled.as_text()
     if not text:
         raise ValueError(
             "The backend gives no text of its program, so what it sends is not known. "
             "Audit the step on CPU devices."
         )
-    return read_program(text, replica)
+    return read_program(text, replica, slices)
 
 
 def _lowered(step: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -169,7 +170,6 @@ _BETWEEN_SLICES = re.compile(
     r"= \((.*), u32\[\]\S*, token\[\]\) recv\(.*_rendezvous=\"([^\"]*)\""
     r'.*_megascale_target=(.*),_xla_megascale_transfer_type="(\w*)"'
 )
-_PARTITIONS = re.compile(r"num_partitions=(\d+)")  # devices of a slice
 _NAME = re.compile(r'op_name="([^"]*)"')
 _WRAPPERS = re.compile(
     r"(?:jit\([^)]*\)|shard_map|while|body|cond|branch_\d+_fun|closed_call"
@@ -187,14 +187,18 @@ _MESH = re.compile(
 )
 
 
-def read_program(text: str, replica: np.ndarray) -> Audit:
-    """Finds the messages between replicas; `replica` is that of every device."""
+def read_program(text: str, replica: np.ndarray, slices: Sequence[int] = ()) -> Audit:
+    """Finds the messages between replicas.
+
+    `replica` and `slices`, of TPUs, are those of every device.
+    """
     messages = defaultdict(list)  # by the computation that they are in
     called = defaultdict(set)
     inside = {VOTE: set(), SYNC: set()}  # what these conditions call if they hold
     computation = entry = ""
-    partitions = _PARTITIONS.search(text)
-    of_slice = replica[:: int(partitions[1])] if partitions else replica
+    in_slice = defaultdict(list)  # the replicas in it
+    for number, of_device in zip(slices, replica.tolist(), strict=False):
+        in_slice[number].append(of_device)
     for line in text.splitlines():
         if not line.startswith(" ") and (start := _HEAD.match(line)):
             computation = start[2]
@@ -210,7 +214,7 @@ def read_program(text: str, replica: np.ndarray) -> Audit:
                     inside[condition].add(names[-1])  # the other is a local step
         for names in _CALLED.findall(line):
             called[computation].update(_COMPUTATION.findall(names))
-        message = _message(line, replica) or _message_between(line, of_slice)
+        message = _message(line, replica) or _message_between(line, in_slice)
         if message:
             messages[computation].append(message)
 
@@ -249,18 +253,22 @@ def _message(line: str, replica: np.ndarray) -> Message | None:
     return _described(kind, result, _WRAPPERS.sub("", name[1]) if name else "")
 
 
-def _message_between(line: str, of_slice: np.ndarray) -> Message | None:
-    """What slices send to each other; `of_slice` has the first replica of each."""
+def _message_between(
+    line: str, in_slice: Mapping[int, Sequence[int]]
+) -> Message | None:
+    """What slices send to each other; `in_slice` has the replicas of their devices."""
     found = _BETWEEN_SLICES.search(line)
     if not found:
         return None
     result, origin, target, kind = found.groups()
-    groups = [
-        [int(x) // 100_000 or int(x) for x in re.findall(r"\d+", group)]
+    groups = [  # of slices, which are counted from 1
+        [(int(x) // 100_000 or int(x)) - 1 for x in re.findall(r"\d+", group)]
         for group in re.findall(r"\{([^{}]*)\}", target.partition("x")[0])
     ]
-    joined = [{of_slice[number - 1] for number in group} for group in groups]
-    if joined and all(len(each) == 1 for each in joined):  # none: unknown notation
+    # Without a group the notation is unknown, and so is a slice without devices. Where
+    # slices hold several replicas each, devices talk to those of the same place.
+    joined = [{tuple(in_slice.get(x, ())) for x in group} for group in groups]
+    if joined and all(len(each) == 1 and () not in each for each in joined):
         return None
     return _described(kind.lower().replace("_", "-"), result, origin)
 

@@ -379,19 +379,32 @@ def test_bytes_are_those_of_the_result(result, kind, size):
 PER_DEVICE = "{{100000,%s00000},{100001,%s00001},{%s00000,400000},{%s00001,400001}}"
 
 
+BY_SLICE, STRADDLING = np.repeat([0, 1], 4), np.repeat([0, 1], [3, 5])
+
+
 @pytest.mark.parametrize(
-    ("target", "kind", "found"),
+    ("target", "kind", "slices", "replica", "found"),
     [
-        (PER_DEVICE % (3, 3, 2, 2), "ALL_REDUCE", ["all-reduce"]),
-        (PER_DEVICE % (2, 2, 3, 3), "ALL_REDUCE", []),
-        ("{{100001->300000},{300001->100000}}", "ONE_TO_ONE", ["one-to-one"]),
-        ("{{100001->200000},{300001->400000}}", "ONE_TO_ONE", []),
-        ('"{1,2,3,4}x{0:1}"', "ALL_GATHER", ["all-gather"]),
-        ("of tomorrow", "ALL_TO_ALL", ["all-to-all"]),
+        (PER_DEVICE % (3, 3, 2, 2), "ALL_REDUCE", (0, 1, 2, 3), BY_SLICE, True),
+        (PER_DEVICE % (2, 2, 3, 3), "ALL_REDUCE", (0, 1, 2, 3), BY_SLICE, False),
+        # The mesh has the slices in another order.
+        (PER_DEVICE % (3, 3, 2, 2), "ALL_REDUCE", (0, 2, 1, 3), BY_SLICE, False),
+        (PER_DEVICE % (2, 2, 3, 3), "ALL_REDUCE", (0, 2, 1, 3), BY_SLICE, True),
+        (PER_DEVICE % (2, 2, 3, 3), "ALL_REDUCE", (0, 1, 2, 3), STRADDLING, True),
+        ("{{100001->300000},{300001->100000}}", "A", (0, 1, 2, 3), BY_SLICE, True),
+        ("{{100001->200000},{300001->400000}}", "A", (0, 1, 2, 3), BY_SLICE, False),
+        ('"{1,2,3,4}x{0:1}"', "A_B", (0, 1, 2, 3), BY_SLICE, True),
+        ('"{1,2}x{0:1}"', "A_B", (0, 1, 2, 3), BY_SLICE, False),
+        # Unknown: written otherwise, or of slices that the mesh has not.
+        ("of tomorrow", "A", (0, 1, 2, 3), BY_SLICE, True),
+        ("{{500000,600000}}", "A", (0, 1, 2, 3), BY_SLICE, True),
+        ("{{0,100000}}", "A", (0, 1, 2, 3), BY_SLICE, True),
     ],
 )
-def test_what_slices_of_tpus_send_by_their_runtime_is_named(target, kind, found):
-    """Two replicas of two slices each, of two devices. Text of libtpu 0.0.42."""
+def test_what_slices_of_tpus_send_by_their_runtime_is_named(
+    target, kind, slices, replica, found
+):
+    """Two replicas on four slices of two devices. Text of libtpu 0.0.42."""
     attributes = (
         '_xla_host_transfer_handler_name="xla_megascale_runtime",'
         '_xla_host_transfer_rendezvous="pmax.7_0",'
@@ -399,15 +412,15 @@ def test_what_slices_of_tpus_send_by_their_runtime_is_named(target, kind, found)
     )
     shape = "(s32[1,1,128]{2,1,0:T(1,128)}, u32[]{:S(2)}, token[])"
     rest = f"is_host_transfer=true, frontend_attributes={{{attributes}}}"
-    text = f"""HloModule jit_f, is_scheduled=true, num_partitions=2
+    text = f"""HloModule jit_f, is_scheduled=true
 ENTRY %main (x: s32[1,1,128]) -> s32[1,1,128] {{
   %send = {shape} send(%x, %after-all), channel_id=2, {rest}
   %recv = {shape} recv(%after-all), channel_id=1, {rest}
   %print = {shape} recv(%after-all), channel_id=3, is_host_transfer=true
 }}"""
-    every_step = read_program(text, np.repeat([0, 1], 4)).every_step
-    assert [x.kind for x in every_step] == found
-    assert {(x.bytes, x.origin) for x in every_step} <= {(512, "pmax.7_0")}
+    every_step = read_program(text, replica, np.repeat(slices, 2).tolist()).every_step
+    described = [(x.kind, x.bytes, x.origin) for x in every_step]
+    assert described == [(kind.lower().replace("_", "-"), 512, "pmax.7_0")] * found
 
 
 @pytest.mark.parametrize(
