@@ -90,6 +90,8 @@ def recipe(of: Point) -> str:
     chosen = "one of those tried" if of.tried else "not tuned"
     if of.best_of:
         chosen = f"best of {of.best_of}"
+        if of.form.decided:
+            chosen = "the better of two on these seeds"
     return f"{of.setting}, {of.rate:g} ({chosen})"
 
 
@@ -258,7 +260,8 @@ def document(results: study.Results) -> str:
         f"## What is trained\n\nTuning runs have {quarter} steps. Where rates of the "
         f"best setting end within {curve.CLOSE:.0%} of each other, runs of "
         f"{study.STEPS:,} steps on seed {seed} decide between them. For AdamW at 1.0% "
-        "they decide between the best setting and that of all other shares. "
+        "the best setting and that of all other shares both train on the reported "
+        "seeds, and the lower mean is reported. "
         "Reported runs are of three seeds and as long.\n\n" + "\n".join(missing)
     )
     return "\n\n".join(parts) + "\n"

@@ -71,7 +71,7 @@ def local_muon(
 
     Syncs by budget, in a model of large matrices, and how many steps were worth one
     step of synchronous Muon in the only model that was studied (0.85 million
-    parameters, 8 replicas, 2,048 tokens each, three seeds, the best of two to four
+    parameters, 8 replicas, 2,048 tokens each, three seeds, the best of four
     settings; ``benchmarks/study/results/curve.md``):
 
     ======  ============  ================

@@ -118,14 +118,15 @@ def test_every_row_of_the_table_can_be_trained_again():
 
 def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
     results = {}
-    winners = {form.method(form.tried[-1][0]) for form in curve.FORMS}
+    last = {form: (form.decided or form.tried)[-1] for form in curve.FORMS}
+    winners = {form.method(setting) for form, (setting, _) in last.items()}
     while runs := curve.plan(results):
         run = runs[0]
         wins = run.method in winners
         loss = 2.0 - 0.5 * wins - 5 * run.rate  # apart by more than curve.CLOSE
         results[run] = {"loss": loss, "date": "", "bytes": 1}
     for form in curve.FORMS:
-        setting, rates = form.tried[-1]
+        setting, rates = last[form]
         rate = max(rates)
         reported = {
             Run(form.method(setting), rate, seed, study.STEPS) for seed in study.SEEDS
@@ -135,8 +136,9 @@ def test_the_curve_reports_the_best_of_every_forms_tuning_runs():
         assert point.best_of == len(form.tuning())
     seeds = [run.seed for run in results if run.steps == study.STEPS]
     forms = len(curve.FORMS) + len(curve.UNTUNED)
-    assert sum(seed in study.SEEDS for seed in seeds) == forms * len(study.SEEDS)
-    assert seeds.count(study.TUNING_SEED) == 3  # two are always decided, and the best
+    named = sum(len(rates) for form in curve.FORMS for _, rates in form.decided[1:])
+    assert len(seeds) == (forms + named) * len(study.SEEDS)
+    assert {*seeds} == {*study.SEEDS}
     assert {run.seed for run in results if run.steps != study.STEPS} == {3}
 
 
@@ -155,17 +157,20 @@ def test_tuning_runs_of_all_steps_decide():
     assert {run.rate for run in form.reported(results)} == {second.rate}
 
 
-def test_what_is_named_decides_however_far_apart_it_ended():
-    form = curve.FORMS[0]._replace(decided=((curve.CONSTANT, (0.08,)),))
-    losses = dict(zip(form.tuning(), (1.0, 1.1, 1.2, 1.3), strict=True))
-    first, *_, named = losses
+def test_of_what_is_named_the_lower_mean_on_the_reported_seeds_wins():
+    named = (curve.RISING, (0.08,)), (curve.CONSTANT, (0.08,))
+    form = curve.FORMS[0]._replace(decided=named)
+    losses = dict(zip(form.tuning(), (1.0, 1.001, 1.2, 1.3), strict=True))
+    first, second, _, last = losses
     results = {run: {"loss": loss} for run, loss in losses.items()}
+    assert form.tried_so_far(results)[0] == first
     deciding = form.deciding(results)
-    assert [(run.method, run.rate) for run in deciding] == [
-        (run.method, run.rate) for run in (first, named)
-    ]
-    results |= {run: {"loss": run.method == first.method} for run in deciding}
-    assert form.tried_so_far(results)[0] == named
+    assert len(deciding) == 2 * len(study.SEEDS)
+    assert {run.seed for run in deciding} == {*study.SEEDS}
+    of_both = zip(deciding, (0.5, 0.9, 0.9, 0.6, 0.8, 0.8), strict=True)
+    results |= {run: {"loss": loss} for run, loss in of_both}
+    assert form.tried_so_far(results)[:2] == [last, second]
+    assert {run.rate for run in form.reported(results)} == {last.rate}
 
 
 def test_no_part_of_the_text_is_read_twice(corpus):
