@@ -62,12 +62,11 @@ def elementwise(reader, equation, operands, needed):
         reader.follow_rows(values)
     if name == "select_n" and is_given(values[0]):
         _select(reader, values[1:])
-    if not any(map(is_weight, values)):
-        result = activation(values, still_tracked(name, values))
+    has_weights = any(map(is_weight, values))
+    if not has_weights or _mixes(equation, values, shapes):
+        result = _combined(reader, equation, values, shapes)
         is_indicator = _is_indicator(equation, values, shapes)
         return [dataclasses.replace(result, is_indicator=is_indicator)]
-    if _mixes(equation, values, shapes):
-        return [_mixed(reader, equation, values, shapes)]
     parts = _parts(reader, equation, values)
     if jnp.iscomplexobj(equation.outvars[0].aval):
         parts = [x.lose("complex arithmetic") for x in parts]
@@ -98,10 +97,10 @@ def _mixes(equation: Any, values: Values, shapes: Shapes) -> bool:
     return False
 
 
-def _mixed(reader: Reader, equation: Any, values: Values, shapes: Shapes) -> Value:
-    """Data combined with parameters."""
+def _combined(reader: Reader, equation: Any, values: Values, shapes: Shapes) -> Value:
+    """Data combined with each other, or with parameters."""
     name = equation.primitive.name
-    tracked = still_tracked(name, values)
+    tracked = _still_tracked(name, values)
     for value, own in zip(values, shapes, strict=True):
         for x in value.weights if value else ():
             reader.meet(equation, x, f"{name} with data", math.prod(own) == 1)
@@ -110,11 +109,10 @@ def _mixed(reader: Reader, equation: Any, values: Values, shapes: Shapes) -> Val
             if name == "mul" and x.stack and len(x.all_axes) > 1:
                 # Looked up in a table of matrices: a product with them, by hand.
                 reader.may_follow(_values.open_of(values))
-    is_indicator = _is_indicator(equation, values, shapes)
-    return dataclasses.replace(activation(values, tracked), is_indicator=is_indicator)
+    return activation(values, tracked)
 
 
-def still_tracked(name: str, values: Values) -> list[Tracked]:
+def _still_tracked(name: str, values: Values) -> list[Tracked]:
     """What is tracked in data, and still is in the result.
 
     A factor stays a factor under products and sums, a term under sums alone.

@@ -128,7 +128,7 @@ def _one_place(reader: Reader, equation: Any, value: Value | None) -> Value | No
 
     def take(x):
         if isinstance(x, Weight):
-            x = dataclasses.replace(x, stack=x.stack | x.at([0]))
+            x = x.picked([0])
         return x.moved(lambda dims: dims[1:])
 
     return dataclasses.replace(value, tracked=_values.unique(map(take, value.tracked)))

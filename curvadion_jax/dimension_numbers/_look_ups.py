@@ -1,6 +1,5 @@
 """Look-ups: parts of arrays at places that data, or constants, give."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,10 +80,7 @@ def _look_up(
         for x in lost:
             reader.ask(equation, x, f"a look-up after {x.lost}")
         return Value("activation")
-    found = [
-        dataclasses.replace(x.moved(move), stack=x.stack | x.at(picked))
-        for x in value.weights
-    ]
+    found = [x.picked(picked).moved(move) for x in value.weights]
     if not picked or any(len(x.all_axes) > 1 for x in found):
         return Value("weight", tuple(found))
     kind, why = "lookup" if by_data else "constant lookup", "rows are looked up"

@@ -111,7 +111,7 @@ def cut(
     for x in value.tracked:
         gone = x.at(picked)
         if isinstance(x, Weight):
-            x = dataclasses.replace(x, stack=x.stack | gone)
+            x = x.picked(picked)
         elif isinstance(x, Output):
             reader.tell(x, gone, "separate")
             whole = gone - x.at(d for d in range(len(new)) if d not in picked)

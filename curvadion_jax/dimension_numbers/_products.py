@@ -157,10 +157,7 @@ def _has_matrices(matrix: _Side) -> bool:
 def _chosen(matrix: _Side, data: _Side) -> Value:
     """Matrices that one-hot vectors choose from a stack, as a look-up does."""
     move = matrix.moved(data)
-    chosen = [
-        dataclasses.replace(x.moved(move), stack=x.stack | x.at(matrix.summed))
-        for x in matrix.value.weights
-    ]
+    chosen = (x.picked(matrix.summed).moved(move) for x in matrix.value.weights)
     return Value("weight", _values.unique(chosen))
 
 

@@ -74,6 +74,10 @@ class Weight(Tracked):
     def lose(self, why: str) -> "Weight":
         return dataclasses.replace(self, dims=(), lost=why)
 
+    def picked(self, places: Iterable[int]) -> "Weight":
+        """The same after single places along these axes of the value were taken."""
+        return dataclasses.replace(self, stack=self.stack | self.at(places))
+
 
 @dataclasses.dataclass(frozen=True)
 class Output(Tracked):
