@@ -223,20 +223,20 @@ _AT_SEVEN_PERCENT: Tried = (
     (MEAN, (0.02, 0.04, 0.01)),
     (MEAN_IN_FOUR_BITS, (0.02, 0.04)),
 )
-_MORE_OF_ADAMW: Tried = (
+_AT_ONE_PERCENT: Tried = (
     (MEAN, (0.02, 0.04, 0.01, 0.08)),
     (MEAN_IN_FOUR_BITS, (0.02, 0.04)),
     (NESTEROV, (0.02, 0.01)),
 )
 # At 1% the winner on the tuning seed, and the setting that wins at all other shares.
-_DECIDED_OF_ADAMW: Tried = ((MEAN, (0.04,)), (MEAN_IN_FOUR_BITS, (0.02,)))
+_DECIDED_AT_ONE_PERCENT: Tried = ((MEAN, (0.04,)), (MEAN_IN_FOUR_BITS, (0.02,)))
 _OF_DILOCO: Tried = (("outer step 0.7, 0.9", (0.02, 0.01)),)
 FORMS = (
     *(
         Form(LOCAL_MUON, x, local_muon, _OF_MUON)
         for x in (0.07, 0.03, 0.14, 0.003, 0.01)
     ),
-    Form(LOCAL_ADAMW, 0.01, local_adamw, _MORE_OF_ADAMW, _DECIDED_OF_ADAMW),
+    Form(LOCAL_ADAMW, 0.01, local_adamw, _AT_ONE_PERCENT, _DECIDED_AT_ONE_PERCENT),
     Form(LOCAL_ADAMW, 0.07, local_adamw, _AT_SEVEN_PERCENT),
     *(Form(LOCAL_ADAMW, x, local_adamw, _OF_ADAMW) for x in (0.03, 0.003)),
     *(Form(FEW_BITS, x, muon_in_few_bits, _OF_MUON) for x in (0.07, 0.14)),
